@@ -1,0 +1,82 @@
+"""What the rest of the engine knows of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import frozen
+from numpy.typing import NDArray
+
+from ninfer.ir.types import Array, Env
+
+
+@frozen
+class DeviceInfo:
+    """kind: cpu, cuda or cuda-sim. features: what routes may need. arch: compiler target, e.g. sm_90a.
+
+    units: cores or multiprocessors. memory_bytes: in all. hardware_class: the name of its profile file.
+    """
+
+    kind: str
+    name: str
+    hardware_class: str
+    features: frozenset[str]
+    arch: str
+    units: int
+    memory_bytes: int
+
+
+@frozen
+class Source:
+    """A rendered kernel. entry: the C symbol; equal text gives equal entry.
+
+    headers: shared pieces (types, format decoders) that `text` needs, in order. A translation unit of several
+    kernels has each distinct header once.
+    """
+
+    entry: str
+    text: str
+    headers: tuple[str, ...] = ()
+
+
+class Memory(Protocol):
+    """The regions of one engine on one device: weights, states (KV pages, recurrent), step records.
+
+    Everything is allocated before the first executable is bound.
+    """
+
+    def state(self, name: str) -> NDArray[Any]:
+        """A host view of a state (CPU), for the engine's small writes; see write_state for devices."""
+
+    def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
+        """states[name][index] = values, ordered before the next launch."""
+
+    def read_state(self, name: str, index: Any) -> NDArray[Any]:
+        """A host copy of states[name][index], after the last launch."""
+
+
+class Executable(Protocol):
+    """A plan bound to memory. `step` holds host arrays, one per step input, with the Env's full extents."""
+
+    @property
+    def env(self) -> Env: ...
+
+    @property
+    def header(self) -> NDArray[Any]:
+        """The StepHeader record, shape (), to be filled before each launch."""
+
+    @property
+    def step(self) -> Mapping[str, NDArray[Any]]: ...
+
+    def launch(self) -> Mapping[str, NDArray[Any]]:
+        """Run the plan and wait. Returns the graph's outputs (host views, valid until the next launch)."""
+
+
+class Device(Protocol):
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def memory(
+        self, weights: Mapping[str, Array], states: Mapping[str, tuple[tuple[int, ...], Any]], envs: Sequence[Env]
+    ) -> Memory: ...

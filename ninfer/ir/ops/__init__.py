@@ -1,0 +1,33 @@
+"""All ops, in one visible tuple. A new op is a file beside this one and a line here."""
+
+from __future__ import annotations
+
+from ninfer.ir.op import OpTable
+from ninfer.ir.ops.attention import Attention, KvAppend, Rope
+from ninfer.ir.ops.elementwise import SigmoidMul
+from ninfer.ir.ops.embed import Embed, TakeRows
+from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
+from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
+from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.ops.sample import CountTokens, Sample, TokenLogprob
+
+OPS = OpTable(
+    (
+        Embed,
+        TakeRows,
+        RmsNorm,
+        GatedRmsNorm,
+        Linear,
+        LinearAdd,
+        LinearSwiglu,
+        Rope,
+        KvAppend,
+        Attention,
+        SigmoidMul,
+        CausalConvSilu,
+        GatedDelta,
+        CountTokens,
+        Sample,
+        TokenLogprob,
+    )
+)

@@ -1,0 +1,140 @@
+"""What a route is: one way to compute an op on one kind of device, as a template and its launch geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from attrs import field, frozen
+
+from ninfer.devices.base import DeviceInfo
+from ninfer.errors import NoRoute
+from ninfer.ir.op import Op
+from ninfer.ir.types import Env, Types
+
+O = TypeVar("O", bound=Op)
+
+Tuning = Mapping[str, int]  # finite template constants: tile sizes, warps, stages
+NO_TUNING: Tuning = {}
+
+
+@frozen
+class Geometry:
+    """grid: blocks, or chunks of work on a CPU (any thread may take any chunk). block: threads. shared: bytes."""
+
+    grid: tuple[int, int, int] = (1, 1, 1)
+    block: int = 1
+    shared: int = 0
+
+
+def _nothing(op: Op, types: Types) -> str | None:
+    return None
+
+
+def _no_workspace(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
+    return 0
+
+
+def _no_context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {}
+
+
+@frozen(kw_only=True)
+class Stage(Generic[O]):
+    """A further kernel of a route, launched after the first with the same arguments (e.g. the split-K combine).
+
+    library: instead of a template, a library call that the device knows by name ("gemm_bf16"), its parameters from
+    `context`.
+    """
+
+    template: str = ""
+    geometry: Callable[[O, Types, Env, Tuning], Geometry] = lambda op, types, env, tuning: Geometry()
+    library: str | None = None
+
+
+@frozen(kw_only=True, eq=False)
+class Route(Generic[O]):
+    """A kernel gets pointers only: the step header, the arguments, the outputs, the workspace, in this order.
+
+    Shapes, attributes and tuning are rendered into the source; the step's real counts are read from the header.
+    numerics: equal tags promise bit-equal rows at every width. rtol: the tolerance of routes that quantise
+    activations (relative L2 of a result), else the case's own holds.
+    """
+
+    name: str  # "linear.cpu.f32"
+    op: type[O]
+    device: str  # "cpu" or "cuda"
+    template: str  # below ninfer/templates
+    geometry: Callable[[O, Types, Env, Tuning], Geometry]
+    widths: tuple[int, int] = (1, 1 << 30)  # inclusive range of rows in Env
+    needs: tuple[str, ...] = ()  # features of the device, e.g. "avx2", "sm80", "sm90a"
+    refuse: Callable[[O, Types], str | None] = _nothing
+    tunings: tuple[Tuning, ...] = (NO_TUNING,)
+    then: tuple[Stage[O], ...] = ()
+    workspace: Callable[[O, Types, Env, Tuning], int] = _no_workspace
+    context: Callable[[O, Types, Env, Tuning], Mapping[str, Any]] = _no_context  # extra template variables
+    numerics: str = ""
+    rtol: float | None = None
+    sim: bool = True  # the host shim can run it (CUDA)
+
+    def refusal(self, op: O, types: Types, env: Env, device: DeviceInfo) -> str | None:
+        """None: the route can compute this; otherwise a sentence that says why not."""
+        if device.kind != self.device and not (device.kind == "cuda-sim" and self.device == "cuda"):
+            return f"runs on {self.device}"
+        if device.kind == "cuda-sim" and not self.sim:
+            return "needs instructions that the simulation lacks"
+        low, high = self.widths
+        if not low <= env.rows <= high:
+            return f"serves widths {low}-{high}"
+        missing = [f for f in self.needs if f not in device.features]
+        if missing:
+            return f"needs {', '.join(missing)}"
+        return self.refuse(op, types)
+
+
+@frozen(eq=False)
+class Candidate:
+    """A route with one tuning. id: as profiles write it."""
+
+    route: Route[Any]
+    tuning: Tuning
+
+    @property
+    def id(self) -> str:
+        settings = ",".join(f"{k}{v}" for k, v in sorted(self.tuning.items()))
+        return f"{self.route.name}/{settings}" if settings else self.route.name
+
+
+@frozen
+class RouteRegistry:
+    """An immutable set of routes, in default order: the first that accepts wins where nothing was measured."""
+
+    routes: tuple[Route[Any], ...] = field(converter=tuple)
+
+    def candidates(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> list[Candidate]:
+        return [
+            Candidate(route, tuning)
+            for route in self.routes
+            if route.op is type(op) and route.refusal(op, types, env, device) is None
+            for tuning in route.tunings
+        ]
+
+    def explain(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> str:
+        """Every route of the op with what it says, a line each."""
+        lines = []
+        for route in self.routes:
+            if route.op is type(op):
+                reason = route.refusal(op, types, env, device)
+                lines.append(f"  {route.name:32} {'accepts' if reason is None else reason}")
+        return "\n".join(lines) or "  (no route computes this op)"
+
+    def no_route(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> NoRoute:
+        args = " ".join(str(t) for t in types)
+        return NoRoute(
+            f"no route for {op.key} {args} at width {env.rows} on {device.name}\n"
+            f"{self.explain(op, types, env, device)}\n"
+            f"  try: a smaller --prefill-chunk, another --quantize format, or add a route in ninfer/routes/"
+        )
+
+    def with_routes(self, *more: Route[Any]) -> RouteRegistry:
+        return RouteRegistry((*more, *self.routes))
