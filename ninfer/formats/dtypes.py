@@ -1,6 +1,7 @@
-"""Scalar types: the numpy carrier, the C storage type and the bits of each, and conversions of the small floats.
+"""Scalar types: numpy carrier, C storage type and bits of each; conversions of the small floats.
 
-A small float travels as its bits: bf16 in uint16, e4m3 and e2m1 in uint8. All encoders round to nearest, ties to even.
+A small float travels as its bits: bf16 in uint16, e4m3 and e2m1 in uint8. All encoders round to nearest, ties to
+even.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 @frozen
 class DType:
-    """name: as users and files write it; numpy: the carrier; c_name: the C storage type (bits of f16 and bf16: u16)."""
+    """numpy: the carrier; c_name: the C storage type (f16 and bf16 are stored as u16)."""
 
     name: str
     numpy: np.dtype[Any] = field(converter=np.dtype)
@@ -82,7 +83,7 @@ def _encode_small_float(
     _, exponent = np.frexp(a)  # a = f * 2**exponent, f in [0.5, 1)
     e = np.maximum(exponent - 1, 1 - bias)
     steps = np.rint(np.ldexp(np.minimum(a, 1e30), mantissa_bits - e))
-    code = ((e + bias - 1) << mantissa_bits) + steps  # a full binade of steps carries into the exponent by itself
+    code = ((e + bias - 1) << mantissa_bits) + steps  # a full binade of steps carries into the exponent
     return np.where(a == 0, 0, np.minimum(code, largest)).astype(np.uint8), np.signbit(x)
 
 
@@ -112,4 +113,4 @@ def e2m1_to_f32(code: NDArray[np.uint8]) -> NDArray[np.float32]:
 def f32_to_e2m1(x: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Saturates at 6; NaN is not a value of the format and becomes 0."""
     code, negative = _encode_small_float(np.nan_to_num(x, nan=0.0, posinf=1e30, neginf=-1e30), 1, 1, 7)
-    return code | (negative.astype(np.uint8) << 3)
+    return (code | (negative.astype(np.uint8) << 3)).astype(np.uint8)

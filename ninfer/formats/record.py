@@ -60,12 +60,13 @@ class Record:
     def c_struct(self) -> str:
         """C text, over the type names u8 i8 u16 i16 u32 i32 u64 i64 f32 f64.
 
-        Naturally aligned records stay without `packed`: the attribute would make compilers load them byte by byte.
+        Naturally aligned records go without `packed`, which would make compilers load them byte by byte.
         """
-        lines = [
-            f"    {f.dtype.c_name} {f.name}{'' if f.count == 1 else f'[{f.count}]'};  // +{self.offset(f.name)}"
-            for f in self.fields
-        ]
+        lines = []
+        for f in self.fields:
+            extent = "" if f.count == 1 else f"[{f.count}]"
+            lines.append(f"    {f.dtype.c_name} {f.name}{extent};  // +{self.offset(f.name)}")
         packed = "" if self.is_aligned else "__attribute__((packed)) "
-        check = f"typedef char {self.name}_is_{self.nbytes}_bytes[sizeof({self.name}) == {self.nbytes} ? 1 : -1];"
+        size = f"sizeof({self.name}) == {self.nbytes} ? 1 : -1"
+        check = f"typedef char {self.name}_is_{self.nbytes}_bytes[{size}];"
         return "\n".join([f"typedef struct {packed}{self.name} {{", *lines, f"}} {self.name};", check, ""])
