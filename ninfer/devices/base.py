@@ -78,5 +78,8 @@ class Device(Protocol):
     def info(self) -> DeviceInfo: ...
 
     def memory(
-        self, weights: Mapping[str, Array], states: Mapping[str, tuple[tuple[int, ...], Any]], envs: Sequence[Env]
+        self,
+        weights: Mapping[str, Array],
+        states: Mapping[str, tuple[tuple[int, ...], Any]],
+        envs: Sequence[Env],
     ) -> Memory: ...

@@ -47,7 +47,9 @@ class CountTokens(Op):
 
     def infer(self, args: Types) -> Types:
         counts = args[5]
-        require(self, len(counts.shape) == 2 and counts.dtype is I32, f"counts must be i32 [S, V], not {counts}")
+        require(
+            self, len(counts.shape) == 2 and counts.dtype is I32, f"counts must be i32 [S, V], not {counts}"
+        )
         return ()
 
     def reference(self, args: Arrays) -> Arrays:
@@ -77,14 +79,24 @@ class CountTokens(Op):
 
 
 def adjusted(
-    logits: NDArray[np.float32], p: Any, counts: NDArray[np.int32], bias: NDArray[np.float32], mask: NDArray[np.uint32]
+    logits: NDArray[np.float32],
+    p: Any,
+    counts: NDArray[np.int32],
+    bias: NDArray[np.float32],
+    mask: NDArray[np.uint32],
 ) -> NDArray[np.float32]:
     """The logits a draw sees: penalties (Keskar et al. 2019; OpenAI's presence and frequency), bias, mask.   [V]"""
     z = logits.astype(np.float32).copy()
     if p["flags"] & USE_PENALTIES:
         generated = counts & (PROMPT_BIT - 1)
-        z = np.where(counts != 0, np.where(z > 0, z / p["repetition_penalty"], z * p["repetition_penalty"]), z)
-        z = z - p["frequency_penalty"] * generated.astype(np.float32) - p["presence_penalty"] * (generated > 0)
+        z = np.where(
+            counts != 0, np.where(z > 0, z / p["repetition_penalty"], z * p["repetition_penalty"]), z
+        )
+        z = (
+            z
+            - p["frequency_penalty"] * generated.astype(np.float32)
+            - p["presence_penalty"] * (generated > 0)
+        )
     if p["flags"] & USE_BIAS:
         z = z + bias
     if p["flags"] & USE_MASK:
@@ -138,8 +150,14 @@ class Sample(Op):
         logits, params, counts, bias, mask = args
         rows, v = logits.shape
         require(self, isinstance(v, int) and self.domain <= v, f"domain {self.domain} exceeds {logits}")
-        require(self, params.shape == (rows, PARAM_WORDS), f"params are {params}, not [{rows}, {PARAM_WORDS}]")
-        require(self, counts.shape == (S, v) and bias.shape == (S, v), f"counts {counts}, bias {bias} for {logits}")
+        require(
+            self, params.shape == (rows, PARAM_WORDS), f"params are {params}, not [{rows}, {PARAM_WORDS}]"
+        )
+        require(
+            self,
+            counts.shape == (S, v) and bias.shape == (S, v),
+            f"counts {counts}, bias {bias} for {logits}",
+        )
         require(self, mask.shape == (S, MASK_ROWS, (int(v) + 31) // 32), f"mask is {mask}")
         return TensorType((rows,), I32), TensorType((rows, 1 + NUM_TOP)), TensorType((rows, NUM_TOP), I32)
 
@@ -154,7 +172,9 @@ class Sample(Op):
             if not np.isfinite(row).all():
                 continue
             slot = p["slot"]
-            z = adjusted(row, p, counts[slot, : self.domain], bias[slot, : self.domain], mask[slot, p["mask_row"]])
+            z = adjusted(
+                row, p, counts[slot, : self.domain], bias[slot, : self.domain], mask[slot, p["mask_row"]]
+            )
             tokens[i] = draw(z, p)
             if p["flags"] & USE_LOGPROBS:
                 lse = row.max() + np.log(np.exp(row - row.max()).sum())
@@ -177,9 +197,26 @@ class Sample(Op):
         p["top_k"] = [0, 0, 0, 5, 20, 0, 0, 0, 0, 0, 1, 0]
         p["top_p"] = [1, 1, 1, 1, 0.9, 0.5, 0.01, 1, 1, 1, 1, 0.95]
         p["min_p"] = [0, 0, 0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0.01]
-        p["flags"] = [USE_LOGPROBS, 0, USE_LOGPROBS, 0, USE_PENALTIES, USE_BIAS, 0, USE_MASK, 15, USE_MASK, 0, 0]
+        p["flags"] = [
+            USE_LOGPROBS,
+            0,
+            USE_LOGPROBS,
+            0,
+            USE_PENALTIES,
+            USE_BIAS,
+            0,
+            USE_MASK,
+            15,
+            USE_MASK,
+            0,
+            0,
+        ]
         p["mask_row"] = [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0]
-        p["repetition_penalty"][[4, 8]], p["presence_penalty"][[4, 8]], p["frequency_penalty"][8] = 1.3, 0.5, 0.2
+        p["repetition_penalty"][[4, 8]], p["presence_penalty"][[4, 8]], p["frequency_penalty"][8] = (
+            1.3,
+            0.5,
+            0.2,
+        )
         counts = (cw.rng(2).integers(0, 40, (2, v)) // 37).astype(np.int32)
         counts[:, ::9] |= PROMPT_BIT
         bias = np.zeros((2, v), np.float32)
@@ -229,7 +266,13 @@ def sample(g: Graph, logits: Value, *, domain: int) -> None:
     mask = g.state("mask", TensorType((S, MASK_ROWS, (v + 31) // 32), U32))
     step = g.step
     g.add(
-        CountTokens(), step["tokens"], step["row_seq"], step["count_mode"], step["seq_slot"], step["kv_len"], counts
+        CountTokens(),
+        step["tokens"],
+        step["row_seq"],
+        step["count_mode"],
+        step["seq_slot"],
+        step["kv_len"],
+        counts,
     )
     token, logprob, top = g.add(Sample(domain), logits, step["params"], counts, bias, mask)
     g.outputs.update(token=token, logprob=logprob, top=top)
