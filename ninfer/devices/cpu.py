@@ -53,11 +53,7 @@ def cpu_info(*, portable: bool = False) -> DeviceInfo:
     slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()) or "cpu"
     isa = "avx512" if "avx512f" in features else "avx2" if "avx2" in features else "portable"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    arch = (
-        f"{platform.machine()}:{','.join(sorted(flags))}"
-        if not portable
-        else f"{platform.machine()}:portable"
-    )
+    arch = f"{platform.machine()}:{','.join(sorted(flags))}" if not portable else f"{platform.machine()}:portable"
     return DeviceInfo("cpu", name, f"{slug}-{isa}", features, arch, available_cores(), memory)
 
 
@@ -159,9 +155,7 @@ class CpuExecutable:
 
     def __attrs_post_init__(self) -> None:
         if len(self.memory.arena) < self.plan.arena_bytes:
-            raise ValueError(
-                f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}"
-            )
+            raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}")
         for f in STEP_FIELDS:
             self.step[f.name] = np.zeros(f.type.concrete(self.env), f.type.dtype.numpy)
         run: list[tuple[int, int, int]] = []
@@ -217,9 +211,7 @@ class CpuExecutable:
             array = array[:nbytes].view(type.dtype.numpy).reshape(shape)
         first = type.shape[0] if type.shape else 0
         counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
-        return (
-            array[: int(self.header[counts[first]])] if isinstance(first, Sym) and first in counts else array
-        )
+        return array[: int(self.header[counts[first]])] if isinstance(first, Sym) and first in counts else array
 
     def _reference(self, launch: Launch) -> None:
         operands = [self._view(r, t) for r, t in zip(launch.args, launch.types, strict=True)]

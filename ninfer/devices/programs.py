@@ -54,9 +54,7 @@ def find_compiler() -> Compiler | None:
             asked = [c for c in command if c != "-nostdlib++"]
             result = subprocess.run([*asked, "--version"], capture_output=True, text=True, timeout=60)
         except OSError as error:
-            raise CompileError(
-                f"cannot run the compiler {command[0]} (CXX): {error.strerror}; unset CXX"
-            ) from None
+            raise CompileError(f"cannot run the compiler {command[0]} (CXX): {error.strerror}; unset CXX") from None
         except subprocess.TimeoutExpired:
             continue
         if result.returncode == 0:
@@ -148,9 +146,7 @@ class ProgramCache:
                 self._libraries[path] = ctypes.CDLL(str(path))
             except OSError as error:
                 path.unlink(missing_ok=True)
-                raise CompileError(
-                    f"a cached program does not load ({error}); it was removed, start again"
-                ) from None
+                raise CompileError(f"a cached program does not load ({error}); it was removed, start again") from None
         return self._libraries[path]
 
     def _symbol(self, path: Path, entry: str) -> int:
@@ -189,4 +185,6 @@ def _explain(compiler: Compiler, stderr: str, text: str) -> str:
         if len(notes) > 12:
             break
     detail = "\n".join(notes) or stderr.strip()[-400:] or "it said nothing"
-    return f"the compiler {' '.join(compiler.command)} failed; set CXX to another one, or use --device cpu-numpy\n{detail}"
+    return (
+        f"the compiler {' '.join(compiler.command)} failed; set CXX to another one, or use --device cpu-numpy\n{detail}"
+    )

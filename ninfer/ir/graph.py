@@ -79,9 +79,7 @@ class Graph:
     nodes: list[Node] = field(factory=list)
     weights: dict[Value, WeightSpec] = field(factory=dict)
     states: dict[str, Value] = field(factory=dict)
-    consts: dict[Value, NDArray[Any]] = field(
-        factory=dict
-    )  # numpy arrays computed by the model, e.g. rope frequencies
+    consts: dict[Value, NDArray[Any]] = field(factory=dict)  # numpy arrays computed by the model, e.g. rope frequencies
     outputs: dict[str, Value] = field(factory=dict)
     step: dict[str, Value] = field(factory=dict)
     _layer: int | None = None
@@ -106,9 +104,7 @@ class Graph:
         self.weights[value] = spec or WeightSpec((Rows(name),))
         return value
 
-    def matrix(
-        self, name: str, shape: tuple[int, int], fmt: QuantFormat, spec: WeightSpec | None = None
-    ) -> Value:
+    def matrix(self, name: str, shape: tuple[int, int], fmt: QuantFormat, spec: WeightSpec | None = None) -> Value:
         return self.weight(name, TensorType(shape, fmt=fmt), spec)
 
     def const(self, name: str, type: TensorType, array: NDArray[Any]) -> Value:

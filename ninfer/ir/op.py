@@ -98,9 +98,7 @@ class OpTable:
         for op in self.ops:
             if snake(op.__name__) == key:
                 return op
-        raise ShapeError(
-            f"no op is called {key!r}; there are {', '.join(snake(o.__name__) for o in self.ops)}"
-        )
+        raise ShapeError(f"no op is called {key!r}; there are {', '.join(snake(o.__name__) for o in self.ops)}")
 
 
 __all__ = ["Array", "Arrays", "Case", "Op", "OpTable", "Types", "Work", "require", "same_shape", "snake"]

@@ -107,9 +107,7 @@ class Lowering:
             library: tuple[str, dict[str, object]] | None,
             geometry: Geometry,
         ) -> Launch:
-            return Launch(
-                node.op, route, source, library, geometry, tuple(args), types, num_inputs, node.layer
-            )
+            return Launch(node.op, route, source, library, geometry, tuple(args), types, num_inputs, node.layer)
 
         if candidate is None:
             return [launch("reference", None, None, Geometry())]

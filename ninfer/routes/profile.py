@@ -74,9 +74,7 @@ class DeviceProfile:
                 "device": dict(self.device),
                 "routes": {k: [list(b) for b in bands] for k, bands in sorted(self.routes.items())},
                 "digests": dict(sorted(self.digests.items())),
-                "measured": {
-                    k: {w: dict(c) for w, c in ws.items()} for k, ws in sorted(self.measured.items())
-                },
+                "measured": {k: {w: dict(c) for w, c in ws.items()} for k, ws in sorted(self.measured.items())},
             },
             indent=1,
         )
@@ -87,9 +85,7 @@ class DeviceProfile:
         try:
             data = json.loads(text)
             if data.get("schema") != SCHEMA or data.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(
-                    f"schema {data.get('schema')} {data.get('schema_version')} is not {SCHEMA} 1"
-                )
+                raise ValueError(f"schema {data.get('schema')} {data.get('schema_version')} is not {SCHEMA} 1")
             routes = {str(k): _bands(k, v) for k, v in data["routes"].items()}
             return DeviceProfile(
                 str(data["hardware_class"]),
@@ -99,9 +95,7 @@ class DeviceProfile:
                 dict(data.get("device", {})),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{origin} is not a device profile ({error}); delete it or run ninfer-calibrate"
-            ) from None
+            raise UsageError(f"{origin} is not a device profile ({error}); delete it or run ninfer-calibrate") from None
 
 
 def _bands(key: str, rows: Sequence[Sequence[Any]]) -> Bands:

@@ -35,17 +35,13 @@ class Rope(Op):
         require(self, isinstance(n, int) and n % self.head_dim == 0, f"{x} is not heads of {self.head_dim}")
         require(self, positions.dtype is I32 and positions.shape == x.shape[:1], f"positions are {positions}")
         f = freqs.shape[0]
-        require(
-            self, isinstance(f, int) and 2 * f <= self.head_dim, f"{freqs} rotate more than {self.head_dim}"
-        )
+        require(self, isinstance(f, int) and 2 * f <= self.head_dim, f"{freqs} rotate more than {self.head_dim}")
         return (x,)
 
     def reference(self, args: Arrays) -> Arrays:
         x, positions, freqs = f32_array(args[0]), ints(args[1]), f32_array(args[2])
         f = len(freqs)
-        angle = (positions.astype(np.float32)[:, None] * freqs)[
-            :, None
-        ]  # float32 product, as the kernels take it
+        angle = (positions.astype(np.float32)[:, None] * freqs)[:, None]  # float32 product, as the kernels take it
         cos, sin = np.cos(angle) * np.float32(self.mscale), np.sin(angle) * np.float32(self.mscale)
         y = x.reshape(len(x), -1, self.head_dim).copy()
         a, b = y[..., :f].copy(), y[..., f : 2 * f].copy()
@@ -125,9 +121,7 @@ class KvAppend(Op):
             for d in (64, 256):
                 case = _paged_case(fmt, heads=2, kv_heads=2, d=d)
                 (kt, k), (vt, v) = cw.rows(T, case.rows, 2 * d, seed=1), cw.rows(T, case.rows, 2 * d, seed=2)
-                yield Case(
-                    cls(fmt, 2, d), f"{fmt.name}-d{d}", (kt, vt, *case.types), (k, v, *case.arrays), case.env
-                )
+                yield Case(cls(fmt, 2, d), f"{fmt.name}-d{d}", (kt, vt, *case.types), (k, v, *case.arrays), case.env)
 
 
 @frozen
@@ -147,12 +141,8 @@ class Attention(Op):
 
     def infer(self, args: Types) -> Types:
         q, cache, *_ = args
-        require(
-            self, self.heads % self.kv_heads == 0, f"{self.heads} heads do not share {self.kv_heads} KV heads"
-        )
-        require(
-            self, q.shape[-1] == self.heads * self.head_dim, f"q is {q}, not {self.heads} x {self.head_dim}"
-        )
+        require(self, self.heads % self.kv_heads == 0, f"{self.heads} heads do not share {self.kv_heads} KV heads")
+        require(self, q.shape[-1] == self.heads * self.head_dim, f"q is {q}, not {self.heads} x {self.head_dim}")
         expected = _cache_type(self.fmt, self.kv_heads, self.head_dim)
         require(self, cache == expected, f"cache is {cache}, not {expected}")
         return (q,)

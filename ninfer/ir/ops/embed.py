@@ -23,9 +23,7 @@ class Embed(Op):
     def infer(self, args: Types) -> Types:
         tokens, w = args
         require(self, tokens.dtype is I32 and len(tokens.shape) == 1, f"tokens must be i32 [R], not {tokens}")
-        require(
-            self, len(w.shape) == 2 and w.fmt is not None, f"weight must be a matrix with a format, not {w}"
-        )
+        require(self, len(w.shape) == 2 and w.fmt is not None, f"weight must be a matrix with a format, not {w}")
         return (TensorType((tokens.shape[0], w.shape[1])),)
 
     def reference(self, args: Arrays) -> Arrays:

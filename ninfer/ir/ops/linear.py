@@ -17,9 +17,7 @@ from ninfer.ir.types import Arrays, Env, T, TensorType, Types, f32_array
 
 def _check_product(op: Op, x: TensorType, w: TensorType, index: int) -> None:
     require(op, len(x.shape) == 2, f"x must be [rows, K], not {x}")
-    require(
-        op, len(w.shape) == 2 and w.fmt is not None, f"weight {index} must be a matrix with a format, not {w}"
-    )
+    require(op, len(w.shape) == 2 and w.fmt is not None, f"weight {index} must be a matrix with a format, not {w}")
     require(op, w.shape[1] == x.shape[1], f"weight {index} is {w}, but rows of x have {x.shape[1]} values")
 
 
@@ -62,9 +60,7 @@ class Linear(Op):
         q4, q8 = by_name("q4_g64"), by_name("q8_0")
         x = cw.rows(T, 5, 256, seed=9)
         env = Env(rows=5, logit_rows=1, seqs=1)
-        yield _case(
-            cls(), "mixed", env, x, cw.matrix(q4, 33, 256), cw.matrix(q8, 16, 256), cw.matrix(q4, 7, 256)
-        )
+        yield _case(cls(), "mixed", env, x, cw.matrix(q4, 33, 256), cw.matrix(q8, 16, 256), cw.matrix(q4, 7, 256))
         for fmt in (by_name("q4_1"), by_name("bf16"), by_name("f32"), by_name("q6_k")):
             x = cw.rows(T, 70, 512, seed=10)
             env = Env(rows=70, logit_rows=1, seqs=1)
@@ -135,9 +131,7 @@ class LinearSwiglu(Op):
 def _case(op: Op, name: str, env: Env, *operands: cw.Typed) -> Case:
     # Sums of up to 512 float32 products in another order than numpy's: 1e-5 of a value near 1. Routes that quantise
     # activations state their own tolerance (Route.rtol).
-    return Case(
-        op, name, tuple(t for t, _ in operands), tuple(a for _, a in operands), env, rtol=3e-5, atol=3e-5
-    )
+    return Case(op, name, tuple(t for t, _ in operands), tuple(a for _, a in operands), env, rtol=3e-5, atol=3e-5)
 
 
 def linear(g: Graph, x: Value, *weights: Value) -> tuple[Value, ...]:

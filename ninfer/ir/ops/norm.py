@@ -27,9 +27,7 @@ class RmsNorm(Op):
         x, w = args
         require(self, len(w.shape) == 1, f"weight must be a vector, not {w}")
         n, d = x.shape[-1], w.shape[0]
-        require(
-            self, isinstance(n, int) and isinstance(d, int) and n % d == 0, f"{w} does not divide rows of {x}"
-        )
+        require(self, isinstance(n, int) and isinstance(d, int) and n % d == 0, f"{w} does not divide rows of {x}")
         return (x,)
 
     def reference(self, args: Arrays) -> Arrays:

@@ -15,9 +15,7 @@ from ninfer.ir.op import Case, Op, Work, require, same_shape
 from ninfer.ir.types import Array, Arrays, B, Env, S, T, TensorType, Types, f32_array, ints, plain
 
 
-def _sequences(
-    row_start: Array, row_count: Array, seq_slot: Array, kv_len: Array
-) -> Iterator[tuple[range, int, bool]]:
+def _sequences(row_start: Array, row_count: Array, seq_slot: Array, kv_len: Array) -> Iterator[tuple[range, int, bool]]:
     """(rows, slot, starts) of each sequence in the step."""
     for start, count, slot, length in zip(*map(ints, (row_start, row_count, seq_slot, kv_len)), strict=True):
         yield range(start, start + count), int(slot), length == 0
@@ -37,9 +35,7 @@ class CausalConvSilu(Op):
         x, w, state, *_ = args
         c, taps = w.shape
         require(self, x.shape[-1] == c, f"x is {x}, but the taps are {w}")
-        require(
-            self, isinstance(taps, int) and state.shape == (S, c, taps - 1), f"state is {state} for taps {w}"
-        )
+        require(self, isinstance(taps, int) and state.shape == (S, c, taps - 1), f"state is {state} for taps {w}")
         return (x,)
 
     def reference(self, args: Arrays) -> Arrays:
@@ -60,9 +56,7 @@ class CausalConvSilu(Op):
         (xt, x), (wt, w) = cw.rows(T, 9, 96), cw.rows(96, 96, 4, seed=2)
         state = cw.rng(3).standard_normal((4, 96, 3)).astype(np.float32)
         types = (xt, wt, TensorType((S, 96, 3), F32), *_seq_types())
-        yield Case(
-            cls(), "mixed", types, (x, w, state, *_seq_arrays()), Env(9, 1, 3, slots=4), rtol=1e-5, atol=2e-6
-        )
+        yield Case(cls(), "mixed", types, (x, w, state, *_seq_arrays()), Env(9, 1, 3, slots=4), rtol=1e-5, atol=2e-6)
 
 
 @frozen
@@ -136,9 +130,7 @@ class GatedDelta(Op):
             types = (ut, at, bt, lt, dt, TensorType((S, hv, dv, dk), F32), *_seq_types())
             arrays = (u, a, b, a_log, dt_bias, state, *_seq_arrays())
             # 5 steps of a recurrence over sums of 128 float32 products
-            yield Case(
-                cls(hk, hv, dk, dv), f"h{hk}-{hv}-d{dk}", types, arrays, Env(9, 1, 3, slots=4), 5e-5, 1e-5
-            )
+            yield Case(cls(hk, hv, dk, dv), f"h{hk}-{hv}-d{dk}", types, arrays, Env(9, 1, 3, slots=4), 5e-5, 1e-5)
 
 
 def _seq_types() -> Types:

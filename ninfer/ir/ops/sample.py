@@ -47,9 +47,7 @@ class CountTokens(Op):
 
     def infer(self, args: Types) -> Types:
         counts = args[5]
-        require(
-            self, len(counts.shape) == 2 and counts.dtype is I32, f"counts must be i32 [S, V], not {counts}"
-        )
+        require(self, len(counts.shape) == 2 and counts.dtype is I32, f"counts must be i32 [S, V], not {counts}")
         return ()
 
     def reference(self, args: Arrays) -> Arrays:
@@ -89,14 +87,8 @@ def adjusted(
     z = logits.astype(np.float32).copy()
     if p["flags"] & USE_PENALTIES:
         generated = counts & (PROMPT_BIT - 1)
-        z = np.where(
-            counts != 0, np.where(z > 0, z / p["repetition_penalty"], z * p["repetition_penalty"]), z
-        )
-        z = (
-            z
-            - p["frequency_penalty"] * generated.astype(np.float32)
-            - p["presence_penalty"] * (generated > 0)
-        )
+        z = np.where(counts != 0, np.where(z > 0, z / p["repetition_penalty"], z * p["repetition_penalty"]), z)
+        z = z - p["frequency_penalty"] * generated.astype(np.float32) - p["presence_penalty"] * (generated > 0)
     if p["flags"] & USE_BIAS:
         z = z + bias
     if p["flags"] & USE_MASK:
@@ -150,9 +142,7 @@ class Sample(Op):
         logits, params, counts, bias, mask = args
         rows, v = logits.shape
         require(self, isinstance(v, int) and self.domain <= v, f"domain {self.domain} exceeds {logits}")
-        require(
-            self, params.shape == (rows, PARAM_WORDS), f"params are {params}, not [{rows}, {PARAM_WORDS}]"
-        )
+        require(self, params.shape == (rows, PARAM_WORDS), f"params are {params}, not [{rows}, {PARAM_WORDS}]")
         require(
             self,
             counts.shape == (S, v) and bias.shape == (S, v),
@@ -172,9 +162,7 @@ class Sample(Op):
             if not np.isfinite(row).all():
                 continue
             slot = p["slot"]
-            z = adjusted(
-                row, p, counts[slot, : self.domain], bias[slot, : self.domain], mask[slot, p["mask_row"]]
-            )
+            z = adjusted(row, p, counts[slot, : self.domain], bias[slot, : self.domain], mask[slot, p["mask_row"]])
             tokens[i] = draw(z, p)
             if p["flags"] & USE_LOGPROBS:
                 lse = row.max() + np.log(np.exp(row - row.max()).sum())

@@ -1,0 +1,117 @@
+"""The compiled model: plans for a few step widths, bound to one memory, driven through the ModelRunner protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import define, evolve, field
+from numpy.typing import NDArray
+
+from ninfer.devices.cpu import CpuDevice, CpuExecutable, CpuMemory
+from ninfer.errors import UsageError
+from ninfer.ir.graph import Graph
+from ninfer.ir.types import Array, Env, TensorType
+from ninfer.routes.lower import Lowering
+from ninfer.routes.plan import Plan
+from ninfer.runtime.batch import Drawn, Limits, SeqRows
+from ninfer.runtime.steps import fill_step, read_drawn
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """Widths that get a plan of their own: powers of two up to the largest step."""
+    buckets = [1]
+    while buckets[-1] < max_rows:
+        buckets.append(min(2 * buckets[-1], max_rows))
+    return buckets
+
+
+@define
+class CompiledRunner:
+    """One model on one device, with its states. `plans` are by width bucket, ascending."""
+
+    limits: Limits
+    device: CpuDevice
+    memory: CpuMemory
+    executables: Mapping[int, CpuExecutable]
+    _bias_slots: set[int] = field(factory=set)
+
+    def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        self.memory.write_state("page_table", (slot, slice(first, first + len(pages))), np.array(pages, np.int32))
+
+    def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
+        if bias or slot in self._bias_slots:
+            row = np.zeros(self.memory.states["bias"].shape[1], np.float32)
+            for token, value in bias.items():
+                row[token] = value
+            self.memory.write_state("bias", slot, row)
+        (self._bias_slots.add if bias else self._bias_slots.discard)(slot)
+
+    def set_mask(self, slot: int, words: NDArray[Any]) -> None:
+        self.memory.write_state("mask", (slot, 0), words.view(np.uint32))
+
+    def step(self, seqs: Sequence[SeqRows]) -> Sequence[Drawn | None]:
+        rows = sum(len(s.tokens) for s in seqs)
+        executable = next((e for width, e in self.executables.items() if rows <= width), None)
+        if executable is None or len(seqs) > self.limits.max_seqs:
+            raise ValueError(f"a step of {rows} rows and {len(seqs)} sequences exceeds {self.limits}")
+        fill_step(seqs, executable.step, executable.header)
+        return read_drawn(seqs, executable.launch())
+
+    def close(self) -> None:
+        self.device.close()
+
+
+@define
+class Scorer:
+    """A plan in score or logits mode: the graph's outputs for every row of a chunk."""
+
+    executable: CpuExecutable
+
+    def __call__(self, seqs: Sequence[SeqRows], targets: Sequence[int] | None = None) -> Mapping[str, NDArray[Any]]:
+        """All rows are logit rows. targets: the token asked of each row (score mode)."""
+        step, header = self.executable.step, self.executable.header
+        rows = fill_step(seqs, step, header)
+        step["logit_rows"][:rows] = np.arange(rows)
+        header["logit_rows"] = rows
+        if targets is not None:
+            step["targets"][:rows] = targets
+        return self.executable.launch()
+
+
+def plan_widths(lowering: Lowering, graph: Graph, limits: Limits) -> dict[int, Plan]:
+    """A plan for each width bucket."""
+    env = env_of(limits, limits.max_rows)
+    return {w: lowering.lower(graph, evolve(env, rows=w)) for w in row_buckets(limits.max_rows)}
+
+
+def env_of(limits: Limits, rows: int, logit_rows: int | None = None) -> Env:
+    return Env(
+        rows=rows,
+        logit_rows=limits.max_seqs if logit_rows is None else logit_rows,
+        seqs=limits.max_seqs,
+        slots=limits.slots,
+        pages=limits.pages,
+        max_pages=limits.max_pages,
+    )
+
+
+def state_types(*graphs: Graph) -> dict[str, TensorType]:
+    """The states of graphs that share memory. The same name must mean the same type."""
+    types: dict[str, TensorType] = {}
+    for graph in graphs:
+        for name, value in graph.states.items():
+            if types.setdefault(name, value.type) != value.type:
+                raise UsageError(f"state {name} is {types[name]} in one graph and {value.type} in another")
+    return types
+
+
+def const_arrays(graph: Graph) -> dict[str, NDArray[Any]]:
+    return {value.name: np.ascontiguousarray(array) for value, array in graph.consts.items()}
+
+
+def weight_bytes(weights: Mapping[str, Array]) -> int:
+    return sum(int(w.nbytes) for w in weights.values())
+
+
