@@ -14,7 +14,7 @@ from ninfer.routes.select import Selector
 
 ALIGN = 256
 
-_PLACES = {Kind.STEP: Place.STEP, Kind.WEIGHT: Place.WEIGHT, Kind.STATE: Place.STATE, Kind.CONST: Place.CONST}
+PLACES = {Kind.STEP: Place.STEP, Kind.WEIGHT: Place.WEIGHT, Kind.STATE: Place.STATE, Kind.CONST: Place.CONST}
 
 
 @define
@@ -74,7 +74,7 @@ class Lowering:
         def ref(value: Value) -> BufferRef:
             if value.kind is Kind.NODE:
                 return BufferRef(Place.ARENA, offset=held[value][0])
-            return BufferRef(_PLACES[value.kind], value.name)
+            return BufferRef(PLACES[value.kind], value.name)
 
         for i, node in enumerate(graph.nodes):
             types: Types = tuple(v.type for v in (*node.args, *node.outs))
@@ -82,7 +82,7 @@ class Lowering:
             for out in node.outs:
                 held[out] = arena.take(out.type.nbytes(env))
             args = [ref(v) for v in (*node.args, *node.outs)]
-            launches += self._launches(node, types, env, candidate, args, arena)
+            launches += self.launches(node, types, env, candidate, args, arena)
             for value in {*node.args, *node.outs}:
                 if value in held and last_use.get(value, i) <= i:
                     arena.give(*held.pop(value))
@@ -90,7 +90,7 @@ class Lowering:
         outputs = {name: (ref(v), v.type) for name, v in graph.outputs.items()}
         return Plan(env, tuple(launches), arena.end, arena.total, outputs)
 
-    def _launches(
+    def launches(
         self,
         node: Node,
         types: Types,

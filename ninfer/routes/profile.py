@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class DeviceProfile:
 
 def _bands(key: str, rows: Sequence[Sequence[Any]]) -> Bands:
     bands = tuple((int(last), str(candidate)) for last, candidate in rows)
-    if any(a[0] >= b[0] for a, b in zip(bands, bands[1:], strict=False)):
+    if any(a[0] >= b[0] for a, b in pairwise(bands)):
         raise ValueError(f"bands of {key} do not ascend")
     return bands
 

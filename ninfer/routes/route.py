@@ -136,5 +136,9 @@ class RouteRegistry:
             f"  try: a smaller --prefill-chunk, another --quantize format, or add a route in ninfer/routes/"
         )
 
+    def without_routes(self) -> RouteRegistry:
+        """An empty registry: on a CPU every op then runs its reference."""
+        return RouteRegistry(())
+
     def with_routes(self, *more: Route[Any]) -> RouteRegistry:
         return RouteRegistry((*more, *self.routes))

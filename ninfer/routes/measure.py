@@ -1,0 +1,241 @@
+"""Calibration: time every candidate of a model's ops at every width, and write down where one beats the default.
+
+A candidate is timed in a chain of all nodes of the graph that share its op and types, each with its own weights, so
+that caches see what a real step shows them. A buffer larger than the caches is read between rounds. A candidate counts
+only if its output agrees with the op's reference. It wins a width when it is 3 % faster than the default order's
+choice, twice, the second time interleaved.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from attrs import evolve, field, frozen
+from numpy.typing import NDArray
+
+from ninfer.devices.base import DeviceInfo
+from ninfer.formats.quant import Packed
+from ninfer.ir.graph import Graph, Kind, Node, Value
+from ninfer.ir.types import Array, Env, TensorType, f32_array
+from ninfer.routes.lower import PLACES, Arena, Lowering
+from ninfer.routes.plan import BufferRef, Place, Plan
+from ninfer.routes.profile import Bands, DeviceProfile, op_key
+from ninfer.routes.route import Candidate
+
+MARGIN = 0.03
+REPEAT = 11
+MAX_CHAIN = 64
+
+
+class Bench(Protocol):
+    """What calibration needs of a device: run a plan over given arena contents, and time it."""
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def prepare(
+        self, plan: Plan, fill: Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
+    ) -> Callable[[], float]:
+        """Bind the plan, let `fill` write step and header, randomise activations. The result runs once: seconds."""
+
+    def operand(self, plan: Plan, ref: BufferRef, type: TensorType) -> Array:
+        """A host copy of an operand as it is now."""
+
+    def flush(self) -> None:
+        """Push everything out of the caches."""
+
+
+@frozen
+class Timing:
+    """One measured point. seconds: median of one launch of the op."""
+
+    key: str
+    width: int
+    candidate: str
+    seconds: float
+    nbytes: int
+    flops: int
+    error: float  # relative L2 against the reference; inf: it failed
+    default: bool
+
+
+@frozen
+class Calibration:
+    profile: DeviceProfile
+    timings: tuple[Timing, ...] = field(converter=tuple)
+
+
+def op_groups(graph: Graph) -> dict[str, list[Node]]:
+    """The nodes of a graph by profile key, with one entry for equal ops of equal types."""
+    groups: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        groups.setdefault(op_key(node.op, tuple(a.type for a in node.args)), []).append(node)
+    return groups
+
+
+def chain_plan(lowering: Lowering, nodes: Sequence[Node], env: Env, candidate: Candidate) -> Plan:
+    """The nodes one after another by one candidate; every activation has its own place in the arena."""
+    arena, held, launches = Arena(), dict[Value, int](), []
+
+    def ref(value: Value) -> BufferRef:
+        if value.kind is not Kind.NODE:
+            return BufferRef(PLACES[value.kind], value.name)
+        if value not in held:
+            held[value] = arena.take(value.type.nbytes(env))[0]
+        return BufferRef(Place.ARENA, offset=held[value])
+
+    for node in nodes:
+        types = tuple(v.type for v in (*node.args, *node.outs))
+        args = [ref(v) for v in (*node.args, *node.outs)]
+        launches += lowering.launches(node, types, env, candidate, args, arena)
+    return Plan(env, tuple(launches), arena.end, arena.total, {})
+
+
+def calibrate(
+    graph: Graph,
+    lowering: Lowering,
+    bench: Bench,
+    env: Env,
+    widths: Sequence[int],
+    fill: Callable[[int, Mapping[str, NDArray[Any]], NDArray[Any]], None],
+    *,
+    only: str = "",
+    repeat: int = REPEAT,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Calibration:
+    """Measure all op groups whose key starts with `only`.   env: the largest; fill(width, step, header)."""
+    jobs = [
+        (key, nodes[:MAX_CHAIN], w) for key, nodes in op_groups(graph).items() if key.startswith(only) for w in widths
+    ]
+    timings: list[Timing] = []
+    routes: dict[str, list[tuple[int, str]]] = {}
+    digests: dict[str, str] = {}
+    for i, (key, nodes, width) in enumerate(jobs):
+        progress(i, len(jobs), f"{key} at {width}")
+        found = list(_measure(lowering, bench, key, nodes, evolve(env, rows=width), fill, repeat))
+        timings += [t for t, _ in found]
+        best = _winner(found, repeat)
+        if best is not None:
+            routes.setdefault(key, []).append((width, best))
+        digests[key] = hashlib.sha256("".join(t.candidate for t, _ in found).encode()).hexdigest()[:16]
+    progress(len(jobs), len(jobs), "")
+    measured: dict[str, dict[str, dict[str, float]]] = {}
+    for t in timings:
+        measured.setdefault(t.key, {}).setdefault(str(t.width), {})[t.candidate] = round(t.seconds * 1e6, 3)
+    info = bench.info
+    profile = DeviceProfile(
+        info.hardware_class,
+        {key: _bands(points, widths) for key, points in routes.items()},
+        digests,
+        measured,
+        {"name": info.name, "units": info.units, "date": datetime.date.today().isoformat()},
+    )
+    return Calibration(profile, timings)
+
+
+def _measure(
+    lowering: Lowering,
+    bench: Bench,
+    key: str,
+    nodes: Sequence[Node],
+    env: Env,
+    fill: Callable[[int, Mapping[str, NDArray[Any]], NDArray[Any]], None],
+    repeat: int,
+) -> Iterator[tuple[Timing, Callable[[], float]]]:
+    op = nodes[0].op
+    types = tuple(a.type for a in nodes[0].args)
+    work = op.work(types, env)
+    candidates = lowering.selector.registry.candidates(op, types, env, lowering.selector.info)
+    for i, candidate in enumerate(candidates):
+        plan = chain_plan(lowering, nodes, env, candidate)
+        run = bench.prepare(plan, lambda step, header: fill(env.rows, step, header))
+        error = _error(bench, plan, run)
+        seconds = float("inf")
+        if error <= max(1e-4, candidate.route.rtol or 0.0):
+            seconds = statistics.median(_round(bench, run) for _ in range(repeat)) / len(nodes)
+        yield Timing(key, env.rows, candidate.id, seconds, work.nbytes, work.flops, error, i == 0), run
+
+
+def _round(bench: Bench, run: Callable[[], float]) -> float:
+    bench.flush()
+    return run()
+
+
+def _winner(found: Sequence[tuple[Timing, Callable[[], float]]], repeat: int) -> str | None:
+    """The fastest candidate, if it beats the first by the margin and does so again side by side."""
+    if len(found) < 2:
+        return None
+    (default, run_default), (best, run_best) = found[0], min(found, key=lambda f: f[0].seconds)
+    if best.seconds >= default.seconds * (1 - MARGIN):
+        return None
+    if default.seconds == float("inf"):
+        return best.candidate
+    again = [(run_best(), run_default()) for _ in range(max(3, repeat // 2))]
+    ours, theirs = (statistics.median(x) for x in zip(*again, strict=True))
+    return best.candidate if ours < theirs * (1 - MARGIN / 2) else None
+
+
+def _bands(points: Sequence[tuple[int, str]], widths: Sequence[int]) -> Bands:
+    """Winners by width as bands; a width without a winner is an empty band, so that the default holds there."""
+    won = dict(points)
+    bands: list[tuple[int, str]] = []
+    for width in sorted(widths):
+        name = won.get(width, "")
+        if bands and bands[-1][1] == name:
+            bands[-1] = (width, name)
+        else:
+            bands.append((width, name))
+    if bands[-1][1]:
+        bands[-1] = (1 << 30, bands[-1][1])
+    return tuple(bands)
+
+
+def _error(bench: Bench, plan: Plan, run: Callable[[], float]) -> float:
+    """Relative L2 of the first node's first output against the reference, from the operands that were really used.
+
+    Ops that only write states are judged by the route tests, not here.
+    """
+    first = plan.launches[0]
+    states = [i for i in first.op.mutates]
+    before = [bench.operand(plan, r, t) for r, t in zip(first.args[: first.num_inputs], first.types, strict=False)]
+    before = [b if isinstance(b, Packed) or i not in states else b.copy() for i, b in enumerate(before)]
+    run()
+    results = first.op.reference(tuple(before))
+    if not results or states:
+        return 0.0
+    worst = 0.0
+    outs = zip(first.args[first.num_inputs :], first.types[first.num_inputs :], results, strict=False)
+    for ref, type, expected in outs:
+        got, want = f32_array(bench.operand(plan, ref, type)), f32_array(expected)
+        scale = float(np.linalg.norm(want)) or 1.0
+        difference = float(np.linalg.norm(got - want)) / scale
+        worst = max(worst, difference) if np.isfinite(difference) else float("inf")
+        break  # later outputs of a draw are unspecified in part
+    return worst
+
+
+def time_once(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ranked_table(timings: Sequence[Timing]) -> str:
+    """By op and width, the candidates from fast to slow, with their rates."""
+    lines = [f"{'op':44} {'width':>6} {'candidate':36} {'us':>10} {'GB/s':>7} {'GFLOP/s':>9}"]
+    for t in sorted(timings, key=lambda t: (t.key, t.width, t.seconds)):
+        if t.seconds == float("inf"):
+            lines.append(f"{t.key[:44]:44} {t.width:>6} {t.candidate:36} {'wrong':>10}")
+            continue
+        mark = " (default)" if t.default else ""
+        lines.append(
+            f"{t.key[:44]:44} {t.width:>6} {t.candidate + mark:36} {t.seconds * 1e6:>10.1f} "
+            f"{t.nbytes / t.seconds / 1e9:>7.1f} {t.flops / t.seconds / 1e9:>9.1f}"
+        )
+    return "\n".join(lines)
