@@ -1,6 +1,6 @@
 """Scalar types: numpy carrier, C storage type and bits of each; conversions of the small floats.
 
-A small float travels as its bits: bf16 in uint16, e4m3 and e2m1 in uint8. All encoders round to nearest, ties to
+A small float travels as its bits: bf16 in uint16, e4m3 and e2m1 in uint8. Encoders round to nearest, ties to
 even.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 
 from ninfer.formats.dtypes import DType
 
@@ -31,7 +31,7 @@ class Record:
     """Fields follow each other without gaps."""
 
     name: str
-    fields: tuple[Field, ...] = field(converter=tuple)
+    fields: tuple[Field, ...]
 
     @property
     def numpy(self) -> np.dtype[Any]:
