@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
-from attrs import field, frozen
+from attrs import frozen
 
 from ninfer.errors import ShapeError
 from ninfer.ir.types import Array, Arrays, Env, TensorType, Types
@@ -92,7 +92,7 @@ def same_shape(op: Op, *types: TensorType) -> None:
 class OpTable:
     """All ops of the engine, in one visible tuple."""
 
-    ops: tuple[type[Op], ...] = field(converter=tuple)
+    ops: tuple[type[Op], ...]
 
     def by_key(self, key: str) -> type[Op]:
         for op in self.ops:

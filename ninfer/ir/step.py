@@ -11,10 +11,9 @@ from __future__ import annotations
 from attrs import frozen
 
 from ninfer.formats.dtypes import F32, I32, U32, U64, DType
+from ninfer.formats.kv import PAGE as PAGE
 from ninfer.formats.record import Field, Record
 from ninfer.ir.types import B, Dim, L, M, S, T, TensorType
-
-PAGE = 64  # tokens in a KV page
 
 FLAG_COUNTS = 1  # some sequence has penalties: token counts are kept
 FLAG_LOGPROBS = 2  # some row wants log-probabilities

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo
@@ -68,7 +68,7 @@ class Timing:
 @frozen
 class Calibration:
     profile: DeviceProfile
-    timings: tuple[Timing, ...] = field(converter=tuple)
+    timings: tuple[Timing, ...]
 
 
 def op_groups(graph: Graph) -> dict[str, list[Node]]:
@@ -136,7 +136,7 @@ def calibrate(
         measured,
         {"name": info.name, "units": info.units, "date": datetime.date.today().isoformat()},
     )
-    return Calibration(profile, timings)
+    return Calibration(profile, tuple(timings))
 
 
 def _measure(

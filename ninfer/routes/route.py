@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from attrs import field, frozen
+from attrs import frozen
 
 from ninfer.devices.base import DeviceInfo
 from ninfer.errors import NoRoute
@@ -109,7 +109,7 @@ class Candidate:
 class RouteRegistry:
     """An immutable set of routes, in default order: the first that accepts wins where nothing was measured."""
 
-    routes: tuple[Route[Any], ...] = field(converter=tuple)
+    routes: tuple[Route[Any], ...]
 
     def candidates(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> list[Candidate]:
         return [

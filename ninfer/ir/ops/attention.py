@@ -160,7 +160,7 @@ class Attention(Op):
             pages = table[seq_slot[b], : (total + PAGE - 1) // PAGE]
             # [pages, G, 64, D] -> [tokens, G, D]
             k, v = (
-                side.decode(stored[pages], self.head_dim).swapaxes(1, 2).reshape(-1, self.kv_heads, self.head_dim)[:total]
+                side.decode(stored[pages]).swapaxes(1, 2).reshape(-1, self.kv_heads, self.head_dim)[:total]
                 for side, stored in ((self.fmt.k, k_rows), (self.fmt.v, v_rows))
             )  # fmt: skip
             for t in rows:
