@@ -223,7 +223,7 @@ _TRIT_RUNS = (("qs", 0, 32, 5), ("qs", 32, 16, 5), ("qh", 0, 4, 4))  # field, fi
 class Trits:
     """-1, 0, 1 as base-3 digits, five to a byte, the byte being a fraction of 256. 256 numbers in qs[48], qh[4]."""
 
-    map: Offset = Offset(2, 1)
+    map: Table = Table((-1, 0, 1))
 
     def words(self, fields: Fields, count: int) -> U8Array:
         parts = []
