@@ -230,7 +230,8 @@ def parse(
 
 
 def _attributes(cls: type[Any]) -> tuple[attrs.Attribute[Any], ...]:
-    return attrs.fields(cls)
+    found: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)
+    return found
 
 
 def _fields(cls: type[Any]) -> Iterator[attrs.Attribute[Any]]:
