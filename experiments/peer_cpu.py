@@ -66,9 +66,7 @@ class Ninfer:
         return num_seqs * count / (time.perf_counter() - start)
 
     def _rows(self, slot: int, kv_len: int, tokens: Sequence[int]) -> None:
-        self.runner.step(
-            [SeqRows(slot=slot, kv_len=kv_len, tokens=tuple(tokens), generated=False, draw=self.greedy)]
-        )
+        self.runner.step([SeqRows(slot=slot, kv_len=kv_len, tokens=tuple(tokens), generated=False, draw=self.greedy)])
 
 
 class LlamaCpp:

@@ -40,6 +40,15 @@ class Source:
     headers: tuple[str, ...] = ()
 
 
+@frozen
+class Geometry:
+    """grid: blocks, or chunks of work on a CPU (any thread may take any chunk). block: threads. shared: bytes."""
+
+    grid: tuple[int, int, int] = (1, 1, 1)
+    block: int = 1
+    shared: int = 0
+
+
 class Memory(Protocol):
     """The regions of one engine on one device: weights, states (KV pages, recurrent), step records.
 

@@ -14,11 +14,11 @@ from attrs import define, field
 from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo
+from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.devices.programs import ProgramCache
 from ninfer.formats.quant import Packed
 from ninfer.ir.step import HEADER, STEP_FIELDS
 from ninfer.ir.types import Array, Env, Sym, TensorType
-from ninfer.routes.plan import BufferRef, Launch, Place, Plan
 
 _FEATURES = (
     "avx2",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ninfer.devices.base import Source
+from ninfer.devices.base import Geometry, Source
+from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.types import Env, Types
-from ninfer.routes.plan import BufferRef, Launch, Place, Plan
 from ninfer.routes.render import Renderer
-from ninfer.routes.route import Candidate, Geometry
+from ninfer.routes.route import Candidate
 from ninfer.routes.select import Selector
 
 ALIGN = 256

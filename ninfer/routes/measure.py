@@ -20,11 +20,11 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo
+from ninfer.devices.plan import BufferRef, Place, Plan
 from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.types import Array, Env, TensorType, f32_array
 from ninfer.routes.lower import PLACES, Arena, Lowering
-from ninfer.routes.plan import BufferRef, Place, Plan
 from ninfer.routes.profile import Bands, DeviceProfile, op_key
 from ninfer.routes.route import Candidate
 

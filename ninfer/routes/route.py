@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from attrs import frozen
 
 from ninfer.devices.base import DeviceInfo
+from ninfer.devices.base import Geometry as Geometry
 from ninfer.errors import NoRoute
 from ninfer.ir.op import Op
 from ninfer.ir.types import Env, Types
@@ -16,15 +17,6 @@ O = TypeVar("O", bound=Op)
 
 Tuning = Mapping[str, int]  # finite template constants: tile sizes, warps, stages
 NO_TUNING: Tuning = {}
-
-
-@frozen
-class Geometry:
-    """grid: blocks, or chunks of work on a CPU (any thread may take any chunk). block: threads. shared: bytes."""
-
-    grid: tuple[int, int, int] = (1, 1, 1)
-    block: int = 1
-    shared: int = 0
 
 
 def _nothing(op: Op, types: Types) -> str | None:

@@ -10,11 +10,11 @@ from attrs import define, evolve, field
 from numpy.typing import NDArray
 
 from ninfer.devices.cpu import CpuDevice, CpuExecutable, CpuMemory
+from ninfer.devices.plan import Plan
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
 from ninfer.ir.types import Array, Env, TensorType
 from ninfer.routes.lower import Lowering
-from ninfer.routes.plan import Plan
 from ninfer.runtime.batch import Drawn, Limits, SeqRows
 from ninfer.runtime.steps import fill_step, read_drawn
 
@@ -113,5 +113,3 @@ def const_arrays(graph: Graph) -> dict[str, NDArray[Any]]:
 
 def weight_bytes(weights: Mapping[str, Array]) -> int:
     return sum(int(w.nbytes) for w in weights.values())
-
-

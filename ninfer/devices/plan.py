@@ -1,0 +1,74 @@
+"""A plan: the launches of one step shape over symbolic buffers. Frozen, pointer-free, printable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from attrs import frozen
+
+from ninfer.devices.base import Geometry, Source
+from ninfer.ir.op import Op
+from ninfer.ir.types import Env, TensorType, Types
+
+
+class Place(Enum):
+    ARENA = "arena"
+    WEIGHT = "weight"
+    STATE = "state"
+    STEP = "step"
+    CONST = "const"
+
+
+@frozen
+class BufferRef:
+    """Where an operand lies: a named weight, state, const or step input, or bytes of the arena at `offset`."""
+
+    place: Place
+    name: str = ""
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"arena+{self.offset:#x}" if self.place is Place.ARENA else self.name
+
+
+@frozen
+class Launch:
+    """One kernel, or one library call, or (both None) one call of the op's reference.
+
+    args: inputs then outputs then workspace; types: the inputs' and outputs' types in the same order.
+    """
+
+    op: Op
+    route: str
+    source: Source | None
+    library: tuple[str, Mapping[str, Any]] | None
+    geometry: Geometry
+    args: tuple[BufferRef, ...]
+    types: Types
+    num_inputs: int
+    layer: int | None
+
+
+@frozen
+class Plan:
+    env: Env
+    launches: tuple[Launch, ...]
+    arena_bytes: int
+    unshared_bytes: int  # what the arena would be if no buffer were reused
+    outputs: dict[str, tuple[BufferRef, TensorType]]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(dict.fromkeys(x.source for x in self.launches if x.source is not None))
+
+    def table(self) -> str:
+        """One line per launch: layer, op, route, output, grid."""
+        lines = [f"{'layer':>5} {'op':20} {'route':36} {'grid':>14}  operands"]
+        for x in self.launches:
+            layer = "" if x.layer is None else str(x.layer)
+            grid = "x".join(str(n) for n in x.geometry.grid)
+            names = " ".join(str(a) for a in x.args)
+            lines.append(f"{layer:>5} {x.op.key:20} {x.route:36} {grid:>14}  {names}")
+        return "\n".join(lines)
