@@ -20,6 +20,8 @@ from ninfer.errors import UsageError
 C = TypeVar("C")
 
 
+DEVICES = ("cpu", "cpu-numpy", "cuda", "cuda-sim", "auto")
+
 # Values: text to value. What they raise becomes one line that names the flag.
 
 
@@ -70,9 +72,9 @@ def tokens_or_auto(value: str) -> int | None:
 
 
 def device(value: str) -> str:
-    """cpu, cuda, cuda:N or auto"""
-    kind, _, index = value.partition(":")
-    if kind not in ("cpu", "cuda", "auto") or (":" in value and not (kind == "cuda" and index.isdecimal())):
+    """cpu, cpu-numpy, cuda, cuda:N, cuda-sim or auto"""
+    kind, colon, index = value.partition(":")
+    if kind not in DEVICES or (colon and not (kind == "cuda" and index.isdecimal())):
         raise ValueError
     return value
 
@@ -133,7 +135,7 @@ class EngineConfig:
     )
     kv_dtype: str = flag("how the KV cache is stored", value="FORMAT", default="bf16")
     kv_capacity: int | None = flag("tokens that the KV pages of all sequences hold, or auto (auto)", tokens_or_auto)
-    device: str = flag("cpu, cuda, cuda:N or auto", device, value="DEVICE", default="auto")
+    device: str = flag("cpu, cpu-numpy (no compiler), cuda, cuda:N or auto", device, value="DEVICE", default="auto")
     threads: int | None = flag("processor threads of the cpu device (all cores)", whole(1, 1024))
     quantize: str | None = flag("convert dense weights to this format while loading", value="FORMAT")
     format: str | None = flag("weight format of a synthetic model", value="FORMAT")
