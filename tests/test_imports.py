@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "ninfer"
 
 LINES = (
-    {"errors", "config"},
+    {"errors"},
+    {"config"},
     {"formats"},
     {"ir"},
     {"artifacts", "devices"},
