@@ -302,7 +302,7 @@ class Scale:
                 text = f"u32 w = {p}[{i}];\n    f32 v = bits_to_f32(w < 2u ? 0x200000u << w : (w - 1u) << 23);"
             case "ue4m3_half":
                 text = f"""u32 w = {p}[{i}] & 127u, x = w >> 3, f = w & 7u;
-    f32 v = w == 127u ? 0.0f : x ? bits_to_f32(((x + 119u) << 23) | (f << 20)) : (f32)f * 0x1p-10f;"""
+    f32 v = w == 127u ? 0.0f : x ? bits_to_f32(((x + 119u) << 23) | (f << 20)) : (f32)f * 0.0009765625f;"""
         sign = "-" if self.negate else ""
         if self.sub is None:
             return f"{text}\n    return {sign}v;"
