@@ -1,0 +1,193 @@
+"""A pretended GPU: the rendered CUDA text, compiled by the host compiler, run thread by thread.
+
+It proves indexing, layouts, barriers and the order of reductions. It says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from attrs import define, field
+from numpy.typing import NDArray
+
+from ninfer.devices.base import DeviceInfo, Source
+from ninfer.devices.cpu import CpuMemory, aligned
+from ninfer.devices.plan import BufferRef, Launch, Place, Plan
+from ninfer.devices.programs import ProgramCache
+from ninfer.errors import DeviceError
+from ninfer.formats.bits import U8Array
+from ninfer.formats.quant import Packed, QuantFormat
+from ninfer.ir.step import HEADER, STEP_FIELDS
+from ninfer.ir.types import Array, Env, Sym, TensorType
+
+_SHIM = Path(__file__).resolve().parent.parent / "templates" / "sim" / "cuda_shim.hpp"
+_ONE_AT_A_TIME = Lock()  # the simulation's own state is static
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-fno-math-errno",
+          "-fno-trapping-math", "-w")  # fmt: skip
+
+# By format: bytes as stored and shape -> bytes as kernels read them.
+Layout = Callable[[QuantFormat], Callable[[U8Array, Sequence[int]], U8Array]]
+
+SIM_FEATURES = frozenset({"cuda", "sm80", "sm86", "sm89", "sm90", "dp4a", "mma"})
+
+
+def sim_info(units: int = 4) -> DeviceInfo:
+    return DeviceInfo("cuda-sim", "simulated GPU", "cuda-sim", SIM_FEATURES, "sim", units, 16 << 30)
+
+
+class SimPrograms(ProgramCache):
+    """Quick to compile rather than quick to run."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (*_FLAGS, *(() if self.portable else self.compiler.native))
+
+
+def sim_source(source: Source) -> Source:
+    """The kernel behind the shim, in a namespace of its own, with an entry that the host can call."""
+    text = f"namespace {source.entry}_unit {{\n{source.text}\nNI_SIM_EXPORT({source.entry})\n}}\n"
+    return Source(f"{source.entry}_sim", text, (_SHIM.read_text(), *source.headers))
+
+
+@define
+class SimDevice:
+    """layout: how weights lie on the device. order: 1 runs the threads of a block from last to first."""
+
+    programs: ProgramCache
+    layout: Layout
+    info: DeviceInfo = field(factory=sim_info)
+    order: int = 0
+
+    def close(self) -> None:
+        pass
+
+    def memory(
+        self, weights: Mapping[str, Array], states: Mapping[str, TensorType], env: Env, arena_bytes: int
+    ) -> CpuMemory:
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, type in states.items():
+            shape = type.concrete(env)
+            flat = aligned(int(np.prod(shape)) * type.dtype.numpy.itemsize, 256)
+            arrays[name] = flat.view(type.dtype.numpy).reshape(shape)
+        return CpuMemory({n: self.on_device(w) for n, w in weights.items()}, arrays, aligned(arena_bytes, 256))
+
+    def on_device(self, weight: Array) -> Array:
+        """The bytes as a GPU would hold them, at the alignment that its allocator gives."""
+        if isinstance(weight, Packed):
+            raw = self.layout(weight.format)(weight.raw.reshape(-1), weight.shape)
+            return Packed(weight.format, _aligned_copy(raw), weight.shape)
+        return _aligned_copy(weight)
+
+    def compile(self, plans: Sequence[Plan]) -> dict[str, int]:
+        """Host entries of all kernels of the plans, by the kernels' names."""
+        sources = list(dict.fromkeys(s for plan in plans for s in plan.sources))
+        found = self.programs.addresses([sim_source(s) for s in sources])
+        return {s.entry: found[f"{s.entry}_sim"] for s in sources}
+
+    def bind(
+        self, plan: Plan, memory: CpuMemory, consts: Mapping[str, NDArray[Any]], entries: Mapping[str, int]
+    ) -> SimExecutable:
+        return SimExecutable(self, plan, memory, consts, entries)
+
+
+def _aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
+    flat = aligned(array.nbytes, 256)
+    copy = flat.view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@define(eq=False)
+class SimExecutable:
+    device: SimDevice
+    plan: Plan
+    memory: CpuMemory
+    consts: Mapping[str, NDArray[Any]]
+    entries: Mapping[str, int]
+    header: NDArray[Any] = field(factory=lambda: aligned(HEADER.numpy.itemsize).view(HEADER.numpy).reshape(()))
+    step: dict[str, NDArray[Any]] = field(factory=dict)
+    _on_device: dict[str, NDArray[Any]] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.memory.arena) < self.plan.arena_bytes:
+            raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}")
+        for f in STEP_FIELDS:
+            shape = f.type.concrete(self.env)
+            flat = aligned(int(np.prod(shape)) * f.type.dtype.numpy.itemsize)
+            self.step[f.name] = flat.view(f.type.dtype.numpy).reshape(shape)
+        self._on_device = {name: _aligned_copy(array) for name, array in self.consts.items()}
+
+    @property
+    def env(self) -> Env:
+        return self.plan.env
+
+    def _array(self, ref: BufferRef) -> NDArray[Any]:
+        match ref.place:
+            case Place.ARENA:
+                return self.memory.arena[ref.offset :]
+            case Place.WEIGHT:
+                weight = self.memory.weights[ref.name]
+                return weight.raw if isinstance(weight, Packed) else weight
+            case Place.STATE:
+                return self.memory.states[ref.name]
+            case Place.STEP:
+                return self.step[ref.name]
+            case Place.CONST:
+                return self._on_device[ref.name]
+
+    def _run(self, launch: Launch) -> None:
+        if launch.source is None:
+            what = launch.library[0] if launch.library else "the op's reference"
+            raise DeviceError(f"{launch.op.key}: the simulation cannot run {what}")
+        pointers = [self.header.ctypes.data, *(self._array(a).ctypes.data for a in launch.args)]
+        run_kernel(
+            launch.source.entry,
+            self.entries[launch.source.entry],
+            pointers,
+            launch.geometry.grid,
+            launch.geometry.block,
+            launch.geometry.shared,
+            order=self.device.order,
+        )
+
+    def launch(self) -> dict[str, NDArray[Any]]:
+        for launch in self.plan.launches:
+            self._run(launch)
+        counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
+        outputs = {}
+        for name, (ref, type) in self.plan.outputs.items():
+            flat = self._array(ref).reshape(-1).view(np.uint8)[: type.nbytes(self.env)]
+            view = flat.view(type.dtype.numpy).reshape(type.concrete(self.env))
+            first = type.shape[0] if type.shape else 0
+            outputs[name] = view[: int(self.header[counts[first]])] if first in counts else view
+        return outputs
+
+
+def run_kernel(
+    name: str,
+    address: int,
+    pointers: Sequence[int],
+    grid: tuple[int, int, int],
+    block: int,
+    shared: int,
+    *,
+    order: int = 0,
+) -> None:
+    """Run all blocks, one after another.   Raises DeviceError with the place where the kernel went wrong."""
+    call = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+        ctypes.c_char_p, ctypes.c_int,
+    )(address)  # fmt: skip
+    args, extents = (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int * 3)(*grid)
+    error = ctypes.create_string_buffer(512)
+    with _ONE_AT_A_TIME:
+        failed = call(
+            ctypes.addressof(args), len(pointers), ctypes.addressof(extents), block, shared, order, error, 512
+        )
+    if failed:
+        raise DeviceError(f"{name}: {error.value.decode()}")
