@@ -112,9 +112,9 @@ def _flag_of(attribute: attrs.Attribute[Any]) -> str:
     return name
 
 
-def positional(help: str) -> Any:
+def positional(help: str, parse: Callable[[str], Any] = text) -> Any:
     """A field that is given by place. It has no default here; a command may have one."""
-    return field(metadata={"help": help})
+    return field(metadata={"help": help, "parse": parse})
 
 
 def group(cls: type, **default: Any) -> Any:
@@ -255,7 +255,7 @@ def _add(parser: Parser, a: attrs.Attribute[Any], choices: tuple[str, ...], defa
     meta = a.metadata
     if "flag" not in meta:
         more: dict[str, Any] = {} if default is attrs.NOTHING else {"nargs": "?", "default": default}
-        parser.add_argument(a.name, metavar=a.name.upper(), help=meta["help"], **more)
+        parser.add_argument(a.name, metavar=a.name.upper(), type=_value(meta["parse"]), help=meta["help"], **more)
         return
     if default is attrs.NOTHING:
         default = a.default

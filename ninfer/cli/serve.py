@@ -227,7 +227,7 @@ def load_engine(config: ServeConfig, console: Console) -> tuple[Engine, Callable
     return engine, lambda client: build_app(loaded, client, config)
 
 
-def _main(argv: Sequence[str]) -> int:
+def body(argv: Sequence[str]) -> int:
     config = parse(
         ServeConfig,
         argv,
@@ -248,7 +248,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(PROG, _main, argv)
+    return run(PROG, body, argv)
 
 
 if __name__ == "__main__":
