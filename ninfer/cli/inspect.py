@@ -31,11 +31,11 @@ def body(argv: Sequence[str]) -> int:
     if config.config:
         print(json.dumps(_plain(artifact.config), indent=2, ensure_ascii=False))
         return 0
-    print(f"{artifact.display_name}  {artifact.kind}  {artifact.num_values() / 1e9:.3f} billion weights")
+    print(f"{artifact.display_name}  {artifact.kind}  {artifact.num_values() / 1e6:,.1f} million weights")
     print(artifact.summary())
     tokenizer = "no" if artifact.tokenizer_source is None else "a"
     print(f"{tokenizer} tokenizer, {'no' if artifact.chat_template is None else 'a'} chat template")
-    names = artifact.names()
+    names = sorted(artifact.names(), key=_natural)
     width = max(map(len, names), default=0)
     for name in names:
         try:
@@ -46,6 +46,11 @@ def body(argv: Sequence[str]) -> int:
         shape = "x".join(map(str, info.shape))
         print(f"{name:<{width}}  {shape:>16}  {info.format.name:<10} {info.nbytes:>14,} bytes")
     return 0
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _demo() -> Path:
