@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -8,7 +9,7 @@ from contextlib import aclosing
 import pytest
 from fake_runner import Clock, FakeRunner, engine, expected, request, tokens
 
-from ninfer.errors import ContextTooLong, DeviceError, EngineUnavailable, Overloaded, QueueTimeout
+from ninfer.errors import ContextTooLong, DeviceError, EngineUnavailable, NinferError, Overloaded, QueueTimeout
 from ninfer.runtime.client import AsyncEngineClient
 from ninfer.runtime.engine import Engine
 from ninfer.runtime.request import Delta, FinishReason
@@ -179,3 +180,39 @@ def test_a_loop_that_has_gone_does_not_stop_the_engine() -> None:
 
     assert len(tokens(asyncio.run(again()))) == 3
     e.close()
+
+
+def test_random_disconnects_leave_nothing_behind() -> None:
+    rng = random.Random(3)
+    runner = FakeRunner(fail=lambda rows: ValueError("now and then") if rng.random() < 0.01 else None)
+
+    async def visitor(client: AsyncEngineClient, n: int) -> str:
+        r = request(f"r{n}", rng.randint(1, 600), max_tokens=rng.randint(1, 60))
+        patience = rng.choice([0, 1, 5, 1000])
+        try:
+            async with aclosing(client.stream(r)) as stream:
+                got: list[Delta] = []
+                async for delta in stream:
+                    got.append(delta)
+                    if len(got) > patience:
+                        return "left"
+        except NinferError:
+            return "refused"
+        if got[-1].finish is FinishReason.ERROR:
+            return "failed"
+        assert tokens(got) == expected(r)
+        return "served"
+
+    async def test(e: Engine, client: AsyncEngineClient) -> None:
+        tasks = []
+        for n in range(300):
+            tasks.append(asyncio.ensure_future(visitor(client, n)))
+            await asyncio.sleep(rng.random() * 0.004)
+            if rng.random() < 0.2:
+                rng.choice(tasks).cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(error, asyncio.CancelledError) for error in errors)
+        assert {"left", "served"} <= {end for end in ends if isinstance(end, str)}
+
+    on_a_loop(test, runner, max_pending_requests=10)
