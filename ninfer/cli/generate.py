@@ -40,6 +40,7 @@ class GenerateConfig:
     system: str | None = flag("the system message of --prompt or of the conversation", value="TEXT")
     raw: bool = flag("continue the text of --prompt as it is, without the chat template", default=False)
     max_tokens: int | None = flag("reply tokens (what fits)", whole(1))
+    stop: tuple[str, ...] = flag("end the reply before this text; may be repeated", value="TEXT", default=())
     log_level: str = flag(
         "what goes to stderr; info: how the model was loaded",
         choices=("debug", "info", "warning", "error", "critical", "off"),
@@ -48,11 +49,12 @@ class GenerateConfig:
 
 
 class TextStream(Protocol):
-    """Tokens of one reply to text, as soon as whole characters are there."""
+    """Tokens of one reply to text, as soon as whole characters are there. ninfer.text.stream has the real one."""
 
-    def feed(self, tokens: Sequence[int]) -> str: ...
+    def feed(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """(new text, whether a stop string was met)."""
 
-    def finish(self) -> str: ...
+    def flush(self) -> str: ...
 
 
 class Speech(Protocol):
@@ -95,19 +97,24 @@ class Session:
             stop_ids=self._speech.stop_ids,
         )
         self._engine.submit(request, deltas.extend)
+        stopped = False
         with _interrupts(lambda: self._engine.cancel(request.id)):
             while not deltas or deltas[-1].finish is None:
                 news = len(deltas)
                 self._engine.step()
                 for delta in deltas[news:]:
-                    self._print(stream.feed([token.id for token in delta.tokens]), texts)
-        self._print(stream.finish(), texts)
+                    text, met = stream.feed([token.id for token in delta.tokens])
+                    self._print(text, texts)
+                    stopped |= met
+                if stopped:
+                    self._engine.cancel(request.id)
+        self._print(stream.flush(), texts)
         print(file=self._out, flush=True)
         last = deltas[-1]
         if last.finish is FinishReason.ERROR:
             self._console.line(f"error: {last.error}")
         if last.timings is not None:
-            self._console.line(rates(last.timings, last.finish))
+            self._console.line(rates(last.timings, FinishReason.STOP if stopped else last.finish))
         return "".join(texts)
 
     def _print(self, text: str, texts: list[str]) -> None:

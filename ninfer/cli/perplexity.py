@@ -52,10 +52,7 @@ def body(argv: Sequence[str]) -> int:
 
     console = Console()
     scorer, model, limits = load_scorer(config.engine)
-    tokenizer = Tokenizer.from_artifact(model.artifact)
-    if tokenizer is None:
-        raise UsageError(f"{config.engine.model} has no tokenizer")
-    tokens = tokenizer.encode(text)
+    tokens = Tokenizer.from_artifact(model.artifact).encode(text)
     if len(tokens) < 2:
         raise UsageError(f"{config.file}: {len(tokens)} tokens are too few; two are needed")
     start = time.perf_counter()

@@ -10,6 +10,7 @@ from ninfer.cli.output import Console
 from ninfer.errors import UsageError
 from ninfer.runtime.engine import Engine
 from ninfer.runtime.load import Loaded, load
+from ninfer.text.stream import TextStream as text_stream
 
 
 class LoadedSpeech:
@@ -23,6 +24,7 @@ class LoadedSpeech:
         self.stop_ids = loaded.eos_ids
         self._tokenizer = loaded.tokenizer
         self._template = loaded.chat_template
+        self._stop = config.stop
         self._thinking = {"enable_thinking": False} if config.defaults.no_thinking else {}
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
@@ -31,10 +33,10 @@ class LoadedSpeech:
         return tuple(self._tokenizer.encode(text))
 
     def raw(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text))
+        return tuple(self._tokenizer.encode(text, add_special=True))
 
     def stream(self) -> TextStream:
-        raise NotImplementedError
+        return text_stream(self._tokenizer, self._stop)
 
 
 def load_speech(config: GenerateConfig, console: Console, chatty: bool) -> tuple[Engine, Speech, Mapping[str, Any]]:

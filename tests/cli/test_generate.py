@@ -36,10 +36,11 @@ class Letters:
     def stream(self) -> Letters:
         return self
 
-    def feed(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
+    def feed(self, ids: Sequence[int]) -> tuple[str, bool]:
+        text = "".join(map(chr, ids))
+        return ("", True) if text == "Z" else (text, False)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         return "!"
 
 
@@ -99,6 +100,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
     assert out.getvalue().splitlines()[0] == "xxxx!"
     assert err.getvalue().splitlines()[0].endswith("cancelled")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_stop_string_ends_the_answer() -> None:
+    s, _, err = session()
+    assert s.answer(Letters().chat([{"role": "user", "content": "abzcd"}], ())) == "AB!"
+    assert "reply 4 tokens" in err.getvalue() or "reply 3 tokens" in err.getvalue()
+    assert err.getvalue().endswith("stop\n")
 
 
 def test_rates_count_what_was_computed() -> None:
