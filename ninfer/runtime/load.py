@@ -25,7 +25,7 @@ from ninfer.ir.step import PAGE
 from ninfer.ir.types import Array
 from ninfer.models import identify
 from ninfer.models.family import Family, ModelSpec
-from ninfer.routes import REGISTRY
+from ninfer.routes.tables import REGISTRY
 from ninfer.routes.lower import Lowering
 from ninfer.routes.profile import cache_dir, load_profile
 from ninfer.routes.render import Renderer

@@ -1,0 +1,243 @@
+"""Text to token ids and back, from a tokenizer.json or from the tokenizer that a GGUF file carries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from ninfer.artifacts.artifact import Artifact
+from ninfer.errors import ArtifactError
+
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # tokenizer.ggml.token_type
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
+
+def _byte_level(*, digits: bool) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if not digits:
+        return byte_level
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+
+
+# tokenizer.ggml.pre -> pre-tokenizer, NFC first?, BPE takes whole-word tokens before merging?
+_PRE: Mapping[str, tuple[Callable[[], pre_tokenizers.PreTokenizer], bool, bool]] = {
+    "smollm": (lambda: _byte_level(digits=True), False, False),
+    "gpt-2": (lambda: _byte_level(digits=False), False, False),
+    "llama-bpe": (lambda: _split(_LLAMA3), False, True),
+    "qwen2": (lambda: _split(_QWEN2), True, False),
+    "qwen35": (lambda: _split(_QWEN35), True, False),
+}
+
+
+def _unicode_to_byte() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes, back to the bytes."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+_BYTE_OF = _unicode_to_byte()
+
+
+@define
+class Tokenizer:
+    """encode and decode are thread-safe. `plain` reads control tokens as ordinary text."""
+
+    backend: Backend
+    plain: Backend
+    bos_id: int | None = None
+    add_bos: bool = False
+    _special: frozenset[int] = frozenset()
+    _pieces: dict[int, bytes] = field(factory=dict)
+    _sentencepiece: bool = False
+
+    @staticmethod
+    def from_artifact(artifact: Artifact) -> Tokenizer:
+        """Raises ArtifactError when the artifact carries no tokenizer, or one of an unknown kind."""
+        source = artifact.tokenizer_source
+        if source is None:
+            raise ArtifactError(f"{artifact.path}: no tokenizer found; put tokenizer.json beside the weights")
+        if isinstance(source, Path):
+            return Tokenizer.from_hf(source)
+        return Tokenizer.from_gguf(source, str(artifact.path))
+
+    @staticmethod
+    def from_hf(path: Path) -> Tokenizer:
+        """path: of a tokenizer.json; added tokens and the BOS rule come from tokenizer_config.json beside it."""
+        config: dict[str, Any] = {}
+        beside = path.with_name("tokenizer_config.json")
+        try:
+            text = path.read_text(encoding="utf-8")
+            backend = Backend.from_str(text)
+            if beside.is_file():
+                config = json.loads(beside.read_text(encoding="utf-8"))
+        except Exception as error:
+            raise ArtifactError(f"{path}: not a usable tokenizer: {error}") from None
+        for id, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda t: int(t[0])):
+            if backend.token_to_id(token["content"]) is None:
+                special = bool(token.get("special", True))
+                backend.add_tokens([AddedToken(token["content"], normalized=False, special=special)])
+                if backend.token_to_id(token["content"]) != int(id):
+                    raise ArtifactError(f"{beside}: added token {token['content']!r} cannot have id {id}")
+        added = backend.get_added_tokens_decoder()
+        spec = json.loads(text)
+        spec["added_tokens"] = []
+        bos = config.get("bos_token")
+        bos_text = bos.get("content") if isinstance(bos, dict) else bos
+        return Tokenizer(
+            backend,
+            Backend.from_str(json.dumps(spec)),
+            bos_id=backend.token_to_id(bos_text) if bos_text else None,
+            add_bos=bool(config.get("add_bos_token", False)),
+            special=frozenset(added),
+            sentencepiece=bool((spec.get("model") or {}).get("byte_fallback")),
+        )
+
+    @staticmethod
+    def from_gguf(meta: Mapping[str, Any], origin: str) -> Tokenizer:
+        """meta: the `tokenizer.ggml.*` keys."""
+
+        def get(key: str, default: Any = None) -> Any:
+            return meta.get(f"tokenizer.ggml.{key}", default)
+
+        tokens: Sequence[str] = list(get("tokens") or [])
+        if not tokens:
+            raise ArtifactError(f"{origin}: no tokenizer.ggml.tokens: the file has no tokenizer")
+        types = list(get("token_type") or [1] * len(tokens))
+        kind = get("model")
+        if kind == "gpt2":
+            backends = [_gpt2(tokens, get("merges") or [], get("pre"), origin) for _ in range(2)]
+        elif kind == "llama":
+            prefix = bool(get("add_space_prefix", True))
+            backends = [_sentencepiece(tokens, get("scores") or [], get("merges"), prefix) for _ in range(2)]
+        else:
+            raise ArtifactError(f"{origin}: tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
+        marked = [(t, k) for t, k in zip(tokens, types, strict=False) if k in (CONTROL, USER_DEFINED)]
+        backends[0].add_tokens([AddedToken(t, normalized=False, special=k == CONTROL) for t, k in marked])
+        special = frozenset(i for i, k in enumerate(types) if k in (CONTROL, USER_DEFINED))
+        return Tokenizer(
+            backends[0],
+            backends[1],
+            bos_id=get("bos_token_id"),
+            add_bos=bool(get("add_bos_token", kind == "llama")),
+            special=special,
+            sentencepiece=kind == "llama",
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The highest id + 1: ids from here on mean nothing."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Token ids. add_special: put the BOS token first, if the model wants one."""
+        backend = self.backend if parse_special else self.plain
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of whole tokens; bytes that are no UTF-8 become U+FFFD."""
+        kept = [i for i in ids if not (skip_special and self.is_special(i))]
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def is_special(self, id: int) -> bool:
+        """A control token or one added to the vocabulary: shown only on request."""
+        return id in self._special
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    def token_text(self, id: int) -> str | None:
+        """The vocabulary's spelling of a token."""
+        found: str | None = self.backend.id_to_token(id)
+        return found
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that a token stands for; an unused id stands for none."""
+        if id not in self._pieces:
+            self._pieces[id] = self._bytes(id)
+        return self._pieces[id]
+
+    def _bytes(self, id: int) -> bytes:
+        token = self.token_text(id)
+        if token is None:
+            return b""
+        if id in self._special:
+            return token.encode()
+        if self._sentencepiece:
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes([int(token[3:5], 16)])
+            return token.replace("▁", " ").encode()
+        if all(c in _BYTE_OF for c in token):
+            return bytes(_BYTE_OF[c] for c in token)
+        return token.encode()
+
+
+def _gpt2(tokens: Sequence[str], merges: Sequence[str], pre: object, origin: str) -> Backend:
+    if not isinstance(pre, str) or pre not in _PRE:
+        raise ArtifactError(f"{origin}: pre-tokenizer {pre!r} is not supported; supported are {', '.join(_PRE)}")
+    pre_tokenizer, nfc, ignore_merges = _PRE[pre]
+    pairs = []
+    for merge in merges:
+        left, _, right = merge[1:].partition(" ")  # the first character may itself be a space
+        pairs.append((merge[0] + left, right))
+    vocab = {t: i for i, t in enumerate(tokens)}
+    try:
+        backend = Backend(models.BPE(vocab, pairs, fuse_unk=False, byte_fallback=False, ignore_merges=ignore_merges))
+    except Exception as error:
+        raise ArtifactError(f"{origin}: tokenizer.ggml.merges do not fit the tokens: {error}") from None
+    backend.pre_tokenizer = pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    if nfc:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(
+    tokens: Sequence[str], scores: Sequence[float], merges: Sequence[str] | None, prefix: bool
+) -> Backend:
+    vocab = {t: i for i, t in enumerate(tokens)}
+    if merges:
+        pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges)]
+    else:
+        pairs = _merges_of_scores(vocab, scores)
+    backend = Backend(models.BPE(vocab, pairs, fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _merges_of_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every pair of tokens whose join is a token, better scores first."""
+    found = []
+    for token, id in vocab.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                found.append((-scores[id], vocab[left], vocab[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
