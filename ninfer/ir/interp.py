@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
 
 from ninfer.ir.graph import Graph, Kind, Node, Value
-from ninfer.ir.types import Array
+from ninfer.ir.types import Array, plain
 
 
 def interpret(
@@ -15,7 +18,7 @@ def interpret(
     weights: Mapping[str, Array],
     states: Mapping[str, Array],
     watch: Callable[[Node, tuple[Array, ...]], None] | None = None,
-) -> dict[str, Array]:
+) -> dict[str, NDArray[Any]]:
     """Evaluate all nodes in order.   step, weights, states: arrays by value name, with this step's exact counts.
 
     States are changed in place. `watch` sees each node's results. Returns the graph's outputs by name.
@@ -40,4 +43,4 @@ def interpret(
         values.update(zip(node.outs, results, strict=True))
         if watch is not None:
             watch(node, results)
-    return {name: read(value) for name, value in graph.outputs.items()}
+    return {name: plain(read(value)) for name, value in graph.outputs.items()}

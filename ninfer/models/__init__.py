@@ -1,1 +1,15 @@
+"""Model families, in one visible tuple. A new one is a file beside this one and an entry here."""
 
+from __future__ import annotations
+
+from ninfer.models.family import Config, Family, ModelSpec
+from ninfer.models.family import identify as _identify
+from ninfer.models.llama import LLAMA
+from ninfer.models.qwen3_5 import QWEN3_5
+
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3_5)
+
+
+def identify(config: Config) -> tuple[Family, ModelSpec]:
+    """The family of a config, and the config checked.   Raises ArtifactError listing what is supported."""
+    return _identify(config, FAMILIES)

@@ -58,7 +58,7 @@ class Model:
     kv: KVFormat
 
     def graph(self, mode: str) -> Graph:
-        return self.family.build(self.spec, self.artifact.formats, kv=self.kv, mode=mode)
+        return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode)
 
     def weights(self, graph: Graph) -> dict[str, Array]:
         return bind_weights(graph, self.artifact)

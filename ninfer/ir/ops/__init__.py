@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ninfer.ir.op import OpTable
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
-from ninfer.ir.ops.elementwise import SigmoidMul
+from ninfer.ir.ops.elementwise import SigmoidMul, SiluMul, TakeHeads
 from ninfer.ir.ops.embed import Embed, TakeRows
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
@@ -24,6 +24,8 @@ OPS = OpTable(
         KvAppend,
         Attention,
         SigmoidMul,
+        SiluMul,
+        TakeHeads,
         CausalConvSilu,
         GatedDelta,
         CountTokens,

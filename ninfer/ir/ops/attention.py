@@ -158,19 +158,24 @@ class Attention(Op):
             rows = np.flatnonzero(row_seq == b)
             total = int(kv_len[b] + len(rows))
             pages = table[seq_slot[b], : (total + PAGE - 1) // PAGE]
-            # [pages, G, 64, D] -> [tokens, G, D]
+            # [pages, G, 64, D] -> [G, tokens, D]
             k, v = (
-                side.decode(stored[pages]).swapaxes(1, 2).reshape(-1, self.kv_heads, self.head_dim)[:total]
+                side.decode(stored[pages]).swapaxes(0, 1).reshape(self.kv_heads, -1, self.head_dim)[:, :total]
                 for side, stored in ((self.fmt.k, k_rows), (self.fmt.v, v_rows))
             )  # fmt: skip
-            for t in rows:
-                last = int(kv_len[b] + t - row_start[b])
-                first = 0 if self.window is None else max(0, last + 1 - self.window)
-                keys, vals = k[first : last + 1], v[first : last + 1]
-                scores = np.einsum("ghd,ngd->ghn", q[t].reshape(self.kv_heads, group, -1), keys) * self.scale
+            for block in np.split(rows, range(PAGE, len(rows), PAGE)):  # bounds the scores' memory
+                last = (kv_len[b] + block - row_start[b])[:, None]
+                position = np.arange(total)
+                hidden = (position > last) if self.window is None else (position > last) | (
+                    position <= last - self.window
+                )  # fmt: skip
+                # [G, group, n, D] against [G, 1, tokens, D]
+                heads = q[block].reshape(-1, self.kv_heads, group, self.head_dim).transpose(1, 2, 0, 3)
+                scores = heads @ k[:, None].swapaxes(2, 3) * np.float32(self.scale)
+                scores[:, :, hidden] = -np.inf
                 p = np.exp(scores - scores.max(axis=-1, keepdims=True))
                 p /= p.sum(axis=-1, keepdims=True)
-                out[t] = np.einsum("ghn,ngd->ghd", p, vals).reshape(self.heads, -1)
+                out[block] = (p @ v[:, None]).transpose(2, 0, 1, 3).reshape(len(block), self.heads, self.head_dim)
         return (out.reshape(args[0].shape),)
 
     def work(self, args: Types, env: Env) -> Work:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 from attrs import frozen
 
 from ninfer.formats.dtypes import I32
-from ninfer.formats.quant import by_name
+from ninfer.formats.quant import Packed, by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require
@@ -27,8 +28,13 @@ class Embed(Op):
         return (TensorType((tokens.shape[0], w.shape[1])),)
 
     def reference(self, args: Arrays) -> Arrays:
-        tokens, w = args
-        return (f32_array(w)[ints(tokens)] * self.scale,)
+        tokens, w = ints(args[0]), args[1]
+        if isinstance(w, Packed):  # only these rows are decoded
+            shape = (len(tokens), w.shape[1])
+            rows = w.format.unpack(w.format.gather_rows(w.raw, w.shape, tokens.astype(np.intp)), shape)
+        else:
+            rows = f32_array(w)[tokens]
+        return (rows * np.float32(self.scale),)
 
     @classmethod
     def cases(cls) -> Iterable[Case]:

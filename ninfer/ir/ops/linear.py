@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-import numpy as np
 from attrs import frozen
 
 from ninfer.formats.quant import FORMATS, by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, Work, require
+from ninfer.ir.ops.activations import silu
 from ninfer.ir.types import Arrays, Env, T, TensorType, Types, f32_array
 
 
@@ -106,13 +106,13 @@ class LinearSwiglu(Op):
         x, gate, up = args
         _check_product(self, x, gate, 0)
         _check_product(self, x, up, 1)
-        require(self, gate.shape == up.shape, f"gate is {gate}, up is {up}")
+        require(self, gate.shape == up.shape and gate.fmt is up.fmt, f"gate is {gate}, up is {up}")
         return (TensorType((x.shape[0], gate.shape[0])),)
 
     def reference(self, args: Arrays) -> Arrays:
         x, gate, up = args
         g = f32_array(x) @ f32_array(gate).T
-        return (g / (1 + np.exp(-g)) * (f32_array(x) @ f32_array(up).T),)
+        return (silu(g) * (f32_array(x) @ f32_array(up).T),)
 
     def work(self, args: Types, env: Env) -> Work:
         return Work(super().work(args, env).nbytes, _flops(args[1:], env, args[0]))

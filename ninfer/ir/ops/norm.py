@@ -10,6 +10,7 @@ from attrs import frozen
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require, same_shape
+from ninfer.ir.ops.activations import silu
 from ninfer.ir.types import Arrays, Env, T, Types, f32_array
 
 
@@ -60,8 +61,7 @@ class GatedRmsNorm(Op):
     def reference(self, args: Arrays) -> Arrays:
         x, w, z = args
         (y,) = RmsNorm(self.eps).reference((x, w))
-        gate = f32_array(z)
-        return (f32_array(y) * (gate / (1 + np.exp(-gate))),)
+        return (f32_array(y) * silu(f32_array(z)),)
 
     @classmethod
     def cases(cls) -> Iterable[Case]:

@@ -12,6 +12,7 @@ from ninfer.formats.dtypes import F32
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, Work, require, same_shape
+from ninfer.ir.ops.activations import sigmoid, silu
 from ninfer.ir.types import Array, Arrays, B, Env, S, T, TensorType, Types, f32_array, ints, plain
 
 
@@ -40,15 +41,17 @@ class CausalConvSilu(Op):
 
     def reference(self, args: Arrays) -> Arrays:
         x, w, state = f32_array(args[0]), f32_array(args[1]), plain(args[2])
+        taps = w.shape[1]
         out = np.zeros_like(x)
         for rows, slot, starts in _sequences(*args[3:7]):
             past = np.zeros_like(state[slot].T) if starts else state[slot].T
             line = np.concatenate([past, x[rows.start : rows.stop]])  # [taps-1 + n, C]
-            taps = w.shape[1]
-            for i, t in enumerate(rows):
-                s = np.einsum("jc,cj->c", line[i : i + taps], w)
-                out[t] = s / (1 + np.exp(-s))
-            state[slot] = line[len(rows) :].T
+            n = len(rows)
+            total = line[:n] * w[:, 0]
+            for j in range(1, taps):
+                total += line[j : j + n] * w[:, j]
+            out[rows.start : rows.stop] = silu(total)
+            state[slot] = line[n:].T
         return (out,)
 
     @classmethod
@@ -103,15 +106,15 @@ class GatedDelta(Op):
         k = np.repeat(k, repeat, axis=1)
         v = u[:, 2 * kd :].reshape(n, self.value_heads, self.value_dim)
         alpha = np.exp(-np.exp(a_log) * np.logaddexp(np.float32(0), a + dt_bias))
-        beta = 1 / (1 + np.exp(-b))
+        beta = sigmoid(b)
         out = np.zeros((n, self.value_heads, self.value_dim), np.float32)
         for rows, slot, starts in _sequences(*args[6:10]):
             s = np.zeros_like(state[slot]) if starts else state[slot].copy()
             for t in rows:
                 s *= alpha[t][:, None, None]
-                delta = beta[t][:, None] * (v[t] - np.einsum("hvk,hk->hv", s, k[t]))
+                delta = beta[t][:, None] * (v[t] - (s @ k[t][:, :, None])[..., 0])
                 s += delta[:, :, None] * k[t][:, None, :]
-                out[t] = np.einsum("hvk,hk->hv", s, q[t])
+                out[t] = (s @ q[t][:, :, None])[..., 0]
             state[slot] = s
         return (out.reshape(n, -1),)
 

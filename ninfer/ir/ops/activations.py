@@ -1,0 +1,16 @@
+"""Pointwise functions that several references share."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # exp of a large number is infinity, and 1 / infinity the right 0
+        y: NDArray[np.float32] = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return y
+
+
+def silu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    return x * sigmoid(x)

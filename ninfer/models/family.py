@@ -1,0 +1,155 @@
+"""The seam between a model family and the rest: a config becomes a spec, a spec and stored formats become graphs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeAlias
+
+from attrs import evolve, frozen
+
+from ninfer.artifacts import TensorInfo
+from ninfer.errors import ArtifactError, UsageError
+from ninfer.formats.kv import KVFormat
+from ninfer.ir.graph import Graph, Rows, Value, WeightSpec
+from ninfer.ir.ops.elementwise import silu_mul
+from ninfer.ir.ops.embed import take_rows
+from ninfer.ir.ops.linear import linear, linear_add, linear_swiglu
+from ninfer.ir.ops.norm import rms_norm
+from ninfer.ir.ops.sample import sample, score
+from ninfer.ir.types import TensorType
+from ninfer.models.fields import short
+from ninfer.models.rope import RopeSpec
+
+Config: TypeAlias = Mapping[str, Any]
+Info: TypeAlias = Callable[[str], TensorInfo]  # of a stored parameter; raises ArtifactError where there is none
+
+# What a graph gives: "sample" draws a token per logit row, "score" the log-probability of `targets` at the logit
+# rows, "logits" the logits themselves.
+MODES = ("sample", "score", "logits")
+
+
+@frozen(kw_only=True)
+class ModelSpec(ABC):
+    """A config, checked. domain: token ids are below it; the embedding may have more rows."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    domain: int
+    context_len: int
+    eps: float
+    rope: RopeSpec
+    tied: bool  # the head is the embedding
+
+    @property
+    def summary(self) -> str:
+        """For the start-up line."""
+        return f"{self.num_layers} layers of {self.hidden_size}, vocabulary {self.vocab_size}"
+
+    @abstractmethod
+    def build(self, info: Info, *, kv: KVFormat, mode: str) -> Graph:
+        """Raises ArtifactError where a stored tensor is missing or has another shape than the config says."""
+
+    def with_domain(self, num_tokens: int) -> Self:
+        """The tokenizer's ids are below num_tokens: rows past them are never drawn."""
+        return evolve(self, domain=min(num_tokens, self.vocab_size))
+
+    def with_yarn(self, factor: float) -> Self:
+        """A window `factor` times as long (`--rope-yarn`).   Raises UsageError."""
+        rope = self.rope.stretched(factor, self.context_len)
+        return evolve(self, rope=rope, context_len=int(self.context_len * factor))
+
+
+@frozen
+class Family:
+    """model_types, architectures: what a config may call it. parse raises ArtifactError."""
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    parse: Callable[[Config], ModelSpec]
+
+    def recognise(self, config: Config) -> bool:
+        names = config.get("architectures")
+        if isinstance(names, list | tuple) and names:
+            return any(name in self.architectures for name in names)
+        return config.get("model_type") in self.model_types
+
+    def build(self, spec: ModelSpec, info: Info, *, kv: KVFormat, mode: str) -> Graph:
+        if mode not in MODES:
+            raise UsageError(f"no graph mode {mode!r}; there are {', '.join(MODES)}")
+        return spec.build(info, kv=kv, mode=mode)
+
+
+def identify(config: Config, families: tuple[Family, ...]) -> tuple[Family, ModelSpec]:
+    """Raises ArtifactError that names the model's type and the supported ones."""
+    for family in families:
+        if family.recognise(config):
+            return family, family.parse(config)
+    names, kind = config.get("architectures"), config.get("model_type")
+    found = names[0] if isinstance(names, list | tuple) and names else kind
+    known = "; ".join(f"{f.name} ({', '.join(f.architectures)})" for f in families)
+    raise ArtifactError(f"config: the architecture {short(found)} is not supported; supported are {known}")
+
+
+class Stored:
+    """Adds weights to a graph, each compared with what is stored."""
+
+    def __init__(self, g: Graph, info: Info) -> None:
+        self._g, self._info = g, info
+
+    def _check(self, name: str, *shape: int) -> TensorInfo:
+        info = self._info(name)
+        if info.shape != shape:
+            raise ArtifactError(
+                f"tensor {name!r} has shape {list(info.shape)}, but the config implies {list(shape)}: weights and "
+                "config are of different models"
+            )
+        return info
+
+    def matrix(self, name: str, n: int, k: int) -> Value:
+        return self._g.matrix(name, (n, k), self._check(name, n, k).format)
+
+    def rows(self, name: str, part: str, stored_rows: int, k: int, *, start: int, count: int, period: int) -> Value:
+        """`count` of every `period` rows from `start` on, under the name `<name>/<part>`."""
+        info = self._check(name, stored_rows, k)
+        spec = WeightSpec((Rows(name, start, count, period),))
+        return self._g.matrix(f"{name}/{part}", (stored_rows // period * count, k), info.format, spec)
+
+    def vector(self, name: str, n: int) -> Value:
+        """Decoded to float32."""
+        self._check(name, n)
+        return self._g.weight(name, TensorType((n,)))
+
+    def taps(self, name: str, channels: int, taps: int) -> Value:
+        """A depthwise convolution, stored [C, 1, taps] -> [C, taps], float32."""
+        self._check(name, channels, 1, taps)
+        return self._g.weight(name, TensorType((channels, taps)))
+
+
+def mlp(g: Graph, w: Stored, prefix: str, h: Value, residual: Value, *, hidden: int, inner: int) -> Value:
+    """residual + down(silu(gate h) * up h)."""
+    gate, up = (w.matrix(f"{prefix}{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+    if gate.type.fmt is up.type.fmt:
+        y = linear_swiglu(g, h, gate, up)
+    else:
+        y = silu_mul(g, *linear(g, h, gate, up))
+    return linear_add(g, y, w.matrix(f"{prefix}down_proj.weight", hidden, inner), residual)
+
+
+def finish(g: Graph, x: Value, norm: Value, head: Value, *, eps: float, offset: float, mode: str, domain: int) -> None:
+    """Norm and head on the logit rows, and what `mode` makes of the logits."""
+    hidden = rms_norm(g, take_rows(g, x, g.step["logit_rows"]), norm, eps=eps, offset=offset)
+    (logits,) = linear(g, hidden, head)
+    match mode:
+        case "sample":
+            sample(g, logits, domain=domain)
+        case "score":
+            score(g, logits, domain=domain)
+        case "logits":
+            g.outputs["logits"] = logits

@@ -1,0 +1,200 @@
+"""Qwen3.5 (also 3.6 and 3.8), dense text model: gated attention every few layers, Gated DeltaNet in the others."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from ninfer.errors import ArtifactError
+from ninfer.formats.dtypes import F32
+from ninfer.formats.kv import KVFormat
+from ninfer.ir.graph import Graph, Value
+from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
+from ninfer.ir.ops.elementwise import sigmoid_mul, take_heads
+from ninfer.ir.ops.embed import embed
+from ninfer.ir.ops.linear import linear, linear_add
+from ninfer.ir.ops.norm import gated_rms_norm, rms_norm
+from ninfer.ir.ops.recurrent import GatedDelta, causal_conv_silu, gated_delta
+from ninfer.ir.types import S, TensorType
+from ninfer.models.family import Config, Family, Info, ModelSpec, Stored, finish, mlp
+from ninfer.models.fields import Fields
+from ninfer.models.rope import parse_rope
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@frozen(kw_only=True)
+class Qwen35Spec(ModelSpec):
+    """norm_offset: 1 where weights are stored as w - 1, except that of the delta rule's gated norm.
+
+    tiled_out: names of out_proj weights whose columns have the value heads in tiled order.
+    """
+
+    layer_types: tuple[str, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_taps: int
+    norm_offset: float
+    mtp_layers: int
+    tiled_out: frozenset[str]
+
+    @property
+    def summary(self) -> str:
+        full = self.layer_types.count(FULL)
+        kinds = f"{self.num_layers - full} delta, {full} attention"
+        return f"{self.num_layers} layers ({kinds}) of {self.hidden_size}, vocabulary {self.vocab_size}"
+
+    @property
+    def delta(self) -> GatedDelta:
+        return GatedDelta(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def tiled_order(self) -> tuple[int, ...]:
+        """Value heads, grouped by key head, in tiled order: heads of equal place within their group come together."""
+        group = self.value_heads // self.key_heads
+        return tuple((t % self.key_heads) * group + t // self.key_heads for t in range(self.value_heads))
+
+    def build(self, info: Info, *, kv: KVFormat, mode: str) -> Graph:
+        g = Graph()
+        w = Stored(g, info)
+        freqs = self.freqs(g)
+        embedding = w.matrix("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
+        x = embed(g, g.step["tokens"], embedding)
+        for i, kind in enumerate(self.layer_types):
+            with g.layer(i):
+                p = f"model.layers.{i}."
+                h = self.norm(g, w, f"{p}input_layernorm.weight", x)
+                if kind == FULL:
+                    cache = kv_state(g, i, kv, self.num_kv_heads, self.head_dim)
+                    x = self.attention(g, w, f"{p}self_attn.", h, x, freqs, cache, kv)
+                else:
+                    x = self._delta(g, w, f"{p}linear_attn.", i, h, x)
+                h = self.norm(g, w, f"{p}post_attention_layernorm.weight", x)
+                x = mlp(g, w, f"{p}mlp.", h, x, hidden=self.hidden_size, inner=self.intermediate_size)
+        norm = w.vector("model.norm.weight", self.hidden_size)
+        head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
+        finish(g, x, norm, head, eps=self.eps, offset=self.norm_offset, mode=mode, domain=self.domain)
+        return g
+
+    def freqs(self, g: Graph) -> Value:
+        return g.const("rope.freqs", TensorType((self.rope.rotary_dim // 2,)), self.rope.frequencies())
+
+    def norm(self, g: Graph, w: Stored, name: str, x: Value, size: int | None = None) -> Value:
+        weight = w.vector(name, size or self.hidden_size)
+        return rms_norm(g, x, weight, eps=self.eps, offset=self.norm_offset)
+
+    def attention(
+        self, g: Graph, w: Stored, p: str, h: Value, residual: Value, freqs: Value, cache: Value, kv: KVFormat
+    ) -> Value:
+        """q_proj holds query and gate of each head side by side; the gate is neither normed nor rotated."""
+        hidden, d = self.hidden_size, self.head_dim
+        width, kv_width = self.num_heads * d, self.num_kv_heads * d
+        query, gate = (
+            w.rows(f"{p}q_proj.weight", part, 2 * width, hidden, start=start, count=d, period=2 * d)
+            for part, start in (("query", 0), ("gate", d))
+        )
+        key, value = (w.matrix(f"{p}{n}_proj.weight", kv_width, hidden) for n in "kv")
+        q, k, v, z = linear(g, h, query, key, value, gate)
+        q, k = self.norm(g, w, f"{p}q_norm.weight", q, d), self.norm(g, w, f"{p}k_norm.weight", k, d)
+        q, k = (rope(g, y, freqs, head_dim=d, mscale=self.rope.attention_factor) for y in (q, k))
+        op = Attention(kv, self.num_heads, self.num_kv_heads, d, d**-0.5)
+        y = sigmoid_mul(g, paged_attention(g, q, k, v, cache, op), z)
+        return linear_add(g, y, w.matrix(f"{p}o_proj.weight", hidden, width), residual)
+
+    def _delta(self, g: Graph, w: Stored, p: str, layer: int, h: Value, residual: Value) -> Value:
+        hv, inner = self.value_heads, self.value_heads * self.value_dim
+        channels = 2 * self.key_heads * self.key_dim + inner
+        rows = {"qkv": channels, "z": inner, "a": hv, "b": hv}
+        weights = [w.matrix(f"{p}in_proj_{n}.weight", count, self.hidden_size) for n, count in rows.items()]
+        qkv, z, a, b = linear(g, h, *weights)
+        conv = g.state(f"conv.{layer}", TensorType((S, channels, self.conv_taps - 1), F32))
+        u = causal_conv_silu(g, qkv, w.taps(f"{p}conv1d.weight", channels, self.conv_taps), conv)
+        state = g.state(f"delta.{layer}", TensorType((S, hv, self.value_dim, self.key_dim), F32))
+        a_log, dt_bias = w.vector(f"{p}A_log", hv), w.vector(f"{p}dt_bias", hv)
+        y = gated_delta(g, self.delta, u, a, b, a_log, dt_bias, state)
+        y = gated_rms_norm(g, y, w.vector(f"{p}norm.weight", self.value_dim), z, eps=self.eps)
+        out = f"{p}out_proj.weight"
+        if out in self.tiled_out:
+            y = take_heads(g, y, self.tiled_order, head_dim=self.value_dim)
+        return linear_add(g, y, w.matrix(out, self.hidden_size, inner), residual)
+
+
+def parse(config: Config) -> Qwen35Spec:
+    outer = Fields(config)
+    f = outer
+    if "text_config" in outer:
+        text = outer.below("text_config")
+        tie = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
+        f = Fields({**text.values, **tie}, text.where)
+    f.must("hidden_act", "silu", why="other activations are not implemented")
+    f.must("attention_bias", False, why="projections with a bias are not implemented")
+    f.must("attn_output_gate", True, why="the family's attention has a gate")
+    f.must("mamba_ssm_dtype", "float32", why="the recurrent state is kept in float32")
+    if "num_experts" in f:
+        f.fail("num_experts", "but models with experts are not supported; use a dense one")
+    layers, vocab, head_dim = f.whole("num_hidden_layers"), f.whole("vocab_size"), f.whole("head_dim")
+    heads, context = f.whole("num_attention_heads"), f.whole("max_position_embeddings", 32768)
+    kv_heads, hk, hv = (
+        f.whole("num_key_value_heads"),
+        f.whole("linear_num_key_heads"),
+        f.whole("linear_num_value_heads"),
+    )
+    if heads % kv_heads:
+        f.fail("num_key_value_heads", f"but must divide num_attention_heads {heads}")
+    if hv % hk:
+        f.fail("linear_num_key_heads", f"but must divide linear_num_value_heads {hv}")
+    rope = parse_rope(f, head_dim, context, rotary_share=0.25)
+    _check_mrope(f, rope.rotary_dim)
+    return Qwen35Spec(
+        num_layers=layers,
+        hidden_size=f.whole("hidden_size"),
+        intermediate_size=f.whole("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        domain=vocab,
+        context_len=context,
+        eps=f.real("rms_norm_eps", 1e-6),
+        rope=rope,
+        tied=f.flag("tie_word_embeddings", False),
+        layer_types=_layer_types(f, layers),
+        key_heads=hk,
+        value_heads=hv,
+        key_dim=f.whole("linear_key_head_dim"),
+        value_dim=f.whole("linear_value_head_dim"),
+        conv_taps=f.whole("linear_conv_kernel_dim", 4, least=2),
+        norm_offset=0.0 if f.flag("norm_plus_one", False) else 1.0,
+        mtp_layers=f.whole("mtp_num_hidden_layers", 0, least=0),
+        tiled_out=frozenset(f.get("gdn_tiled_out_columns", ())),
+    )
+
+
+def _layer_types(f: Fields, layers: int) -> tuple[str, ...]:
+    if "layer_types" not in f:
+        interval = f.whole("full_attention_interval", 4)
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
+    kinds = f.get("layer_types")
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+        f.fail("layer_types", f"but must be a list of {layers}, one for each of num_hidden_layers")
+    unknown = [k for k in kinds if k not in (FULL, LINEAR)]
+    if unknown:
+        raise ArtifactError(f"{f.where}: layer_types has {unknown[0]!r}; supported are {FULL} and {LINEAR}")
+    return tuple(kinds)
+
+
+def _check_mrope(f: Fields, rotary_dim: int) -> None:
+    """Text has equal positions on all axes, so the sections do not matter; but they must fit."""
+    rope = f.below("rope_parameters")
+    section = rope.get("mrope_section", None)
+    if section is not None and (not isinstance(section, list | tuple) or sum(section) != rotary_dim // 2):
+        rope.fail("mrope_section", f"but its numbers must add up to {rotary_dim // 2}, half of the rotary dimensions")
+
+
+QWEN3_5 = Family(
+    "qwen3_5",
+    ("qwen3_5", "qwen3_5_text"),
+    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    parse,
+)

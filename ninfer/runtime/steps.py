@@ -1,0 +1,101 @@
+"""A batch as the arrays of a step: the one place that knows what every step field means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer.ir.step import (
+    COUNT_GENERATED,
+    COUNT_PROMPT,
+    FLAG_COUNTS,
+    FLAG_LOGPROBS,
+    HEADER,
+    SAMPLE_PARAMS,
+    STEP_FIELDS,
+    USE_BIAS,
+    USE_LOGPROBS,
+    USE_MASK,
+    USE_PENALTIES,
+)
+from ninfer.ir.types import Env
+from ninfer.runtime.batch import Draw, Drawn, SeqRows
+
+
+def step_arrays(env: Env) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+    """Zeroed step fields with the full extents of `env`, and a header."""
+    step = {f.name: np.zeros(f.type.concrete(env), f.type.dtype.numpy) for f in STEP_FIELDS}
+    return step, np.zeros((), HEADER.numpy)
+
+
+def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header: NDArray[Any]) -> int:
+    """Write a batch into step arrays and header; what lies beyond the counts is left as it was. Returns the rows.
+
+    A sequence that draws has one logit row, its last. Token counts are kept while any sequence has penalties, and in
+    chunks that draw nothing, whose sequence may have them later.
+    """
+    params = step["params"].view(SAMPLE_PARAMS.numpy).reshape(-1)
+    at, num_logits, flags = 0, 0, 0
+    for b, seq in enumerate(seqs):
+        n = len(seq.tokens)
+        rows = slice(at, at + n)
+        step["tokens"][rows] = seq.tokens
+        step["positions"][rows] = np.arange(seq.kv_len, seq.kv_len + n)
+        step["row_seq"][rows] = b
+        step["count_mode"][rows] = COUNT_GENERATED if seq.generated else COUNT_PROMPT
+        step["row_start"][b], step["row_count"][b] = at, n
+        step["seq_slot"][b], step["kv_len"][b] = seq.slot, seq.kv_len
+        at += n
+        if seq.draw is None:
+            flags |= FLAG_COUNTS
+            continue
+        step["logit_rows"][num_logits] = at - 1
+        uses = _write_params(params[num_logits], seq.draw, seq.slot, seq.kv_len + n)
+        flags |= (FLAG_COUNTS if uses & USE_PENALTIES else 0) | (FLAG_LOGPROBS if uses & USE_LOGPROBS else 0)
+        num_logits += 1
+    header["rows"], header["seqs"], header["logit_rows"], header["flags"] = at, len(seqs), num_logits, flags
+    header["step"] += 1
+    return at
+
+
+def _write_params(p: Any, draw: Draw, slot: int, position: int) -> int:
+    """Fill a SampleParams record; returns its flags."""
+    s = draw.sampling
+    flags = 0
+    if s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0:
+        flags |= USE_PENALTIES
+    if s.logit_bias:
+        flags |= USE_BIAS
+    if draw.masked:
+        flags |= USE_MASK
+    if draw.logprobs is not None:
+        flags |= USE_LOGPROBS
+    p["temperature"], p["top_p"], p["min_p"], p["top_k"] = s.temperature, s.top_p, s.min_p, s.top_k
+    p["repetition_penalty"], p["presence_penalty"] = s.repetition_penalty, s.presence_penalty
+    p["frequency_penalty"] = s.frequency_penalty
+    p["flags"], p["seed"], p["position"] = flags, draw.seed & 0xFFFFFFFFFFFFFFFF, position
+    p["slot"], p["mask_row"] = slot, 0
+    return flags
+
+
+def read_drawn(seqs: Sequence[SeqRows], outputs: Mapping[str, NDArray[Any]]) -> list[Drawn | None]:
+    """What a sample graph gave each sequence."""
+    drawn: list[Drawn | None] = []
+    row = 0
+    for seq in seqs:
+        if seq.draw is None:
+            drawn.append(None)
+            continue
+        token = int(outputs["token"][row])
+        if seq.draw.logprobs is None or token < 0:
+            drawn.append(Drawn(token))
+        else:
+            logprobs = outputs["logprob"][row]
+            best = [float(x) for x in logprobs[1 : 1 + seq.draw.logprobs]]
+            ids = [int(x) for x in outputs["top"][row][: seq.draw.logprobs]]
+            drawn.append(Drawn(token, float(logprobs[0]), tuple(zip(ids, best, strict=True))))
+        row += 1
+    return drawn

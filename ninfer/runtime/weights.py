@@ -1,0 +1,95 @@
+"""From stored parameters to the weights that a graph names. Whole parameters are views of the mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from attrs import define, field
+
+from ninfer.artifacts import Artifact, Parameter
+from ninfer.errors import ArtifactError
+from ninfer.formats.bits import U8Array
+from ninfer.formats.quant import Packed, QuantFormat
+from ninfer.ir.graph import Graph, Rows, Value, WeightSpec
+from ninfer.ir.types import Array
+
+Progress = Callable[[int, int], None]  # weights done, weights in all
+
+
+def bind_weights(graph: Graph, artifact: Artifact, progress: Progress = lambda done, total: None) -> dict[str, Array]:
+    """Arrays by weight name: Packed for matrices with a format, float32 for the rest.
+
+    Raises ArtifactError naming the tensor, with what was found and what was expected.
+    """
+    binder = _Binder(artifact)
+    weights: dict[str, Array] = {}
+    for i, (value, spec) in enumerate(graph.weights.items()):
+        weights[value.name] = binder.bind(value, spec)
+        progress(i + 1, len(graph.weights))
+    return weights
+
+
+@define
+class _Binder:
+    artifact: Artifact
+    _last: Parameter | None = field(default=None)  # a parameter may be costly to make, and pieces follow each other
+
+    def bind(self, value: Value, spec: WeightSpec) -> Array:
+        if value.type.fmt is None:
+            return self._decoded(value, spec)
+        fmt = value.type.fmt
+        pieces = [self._piece(value, piece, fmt) for piece in spec.pieces]
+        raw, shape = pieces[0] if len(pieces) == 1 else _stack(fmt, pieces)
+        if shape != value.type.shape:
+            raise ArtifactError(f"weight {value.name!r} has shape {list(shape)}, but {value.type} is expected")
+        return Packed(fmt, raw, shape)
+
+    def _get(self, name: str) -> Parameter:
+        if self._last is None or self._last.name != name:
+            self._last = self.artifact.get(name)
+        return self._last
+
+    def _decoded(self, value: Value, spec: WeightSpec) -> Array:
+        (piece,) = spec.pieces
+        p = self._get(piece.param)
+        if tuple(d for d in p.shape if d > 1) != tuple(d for d in value.type.shape if d != 1):
+            raise ArtifactError(f"tensor {p.name!r} has shape {list(p.shape)}, but {value.type} is expected")
+        return np.ascontiguousarray(p.f32().reshape([int(d) for d in value.type.shape]))
+
+    def _piece(self, value: Value, rows: Rows, fmt: QuantFormat) -> tuple[U8Array, tuple[int, int]]:
+        p = self._get(rows.param)
+        if p.format is not fmt or len(p.shape) != 2:
+            raise ArtifactError(
+                f"tensor {p.name!r} is {p.format.name} {list(p.shape)}, but {value.type} is expected of it"
+            )
+        n, k = p.shape
+        if rows.count is None and rows.start == 0:
+            return p.raw, (n, k)
+        if rows.period is None:
+            count = n - rows.start if rows.count is None else rows.count
+            if rows.start + count > n:
+                raise ArtifactError(f"tensor {p.name!r} has {n} rows, too few for {rows}")
+            return fmt.slice_rows(p.raw, p.shape, rows.start, count), (count, k)
+        starts = np.arange(rows.start, n, rows.period)
+        count = rows.period if rows.count is None else rows.count
+        index = (starts[:, None] + np.arange(count)).reshape(-1)
+        if index.size == 0 or index[-1] >= n:
+            raise ArtifactError(f"tensor {p.name!r} has {n} rows, which do not divide into {rows}")
+        return fmt.gather_rows(p.raw, p.shape, index), (len(index), k)
+
+
+def _stack(fmt: QuantFormat, pieces: list[tuple[U8Array, tuple[int, int]]]) -> tuple[U8Array, tuple[int, int]]:
+    """Matrices below each other; each plane of a native format for itself."""
+    k = pieces[0][1][1]
+    if any(shape[1] != k for _, shape in pieces):
+        raise ArtifactError(f"rows of {', '.join(str(shape[1]) for _, shape in pieces)} values cannot be stacked")
+    shape = (sum(shape[0] for _, shape in pieces), k)
+    out = np.zeros(fmt.nbytes(shape), np.uint8)
+    targets, at = fmt.fields(out, shape), 0
+    for raw, part in pieces:
+        n = part[0] * fmt.blocks_per_row(k)
+        for name, source in fmt.fields(raw, part).items():
+            targets[name][at : at + n] = source
+        at += n
+    return out, shape
