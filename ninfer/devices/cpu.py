@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ class CpuExecutable:
             raise ValueError(f"operand {ref} is not contiguous")
         return int(raw.ctypes.data)
 
-    def _view(self, ref: BufferRef, type: TensorType) -> Array:
+    def view(self, ref: BufferRef, type: TensorType) -> Array:
         """An operand with this step's counts."""
         array = self._array(ref)
         if isinstance(array, Packed):
@@ -214,7 +215,7 @@ class CpuExecutable:
         return array[: int(self.header[counts[first]])] if isinstance(first, Sym) and first in counts else array
 
     def _reference(self, launch: Launch) -> None:
-        operands = [self._view(r, t) for r, t in zip(launch.args, launch.types, strict=True)]
+        operands = [self.view(r, t) for r, t in zip(launch.args, launch.types, strict=True)]
         results = launch.op.reference(tuple(operands[: launch.num_inputs]))
         for out, result in zip(operands[launch.num_inputs :], results, strict=True):
             assert not isinstance(out, Packed) and not isinstance(result, Packed)
@@ -229,7 +230,52 @@ class CpuExecutable:
                 self.device.run(segment)
         outputs = {}
         for name, (ref, type) in self.plan.outputs.items():
-            view = self._view(ref, type)
+            view = self.view(ref, type)
             assert not isinstance(view, Packed)
             outputs[name] = view
         return outputs
+
+
+@define(eq=False)
+class CpuBench:
+    """Runs plans for calibration (routes/measure.py), with the model's weights and one arena that grows."""
+
+    device: CpuDevice
+    weights: Mapping[str, Array]
+    states: Mapping[str, TensorType]
+    env: Env
+    consts: Mapping[str, NDArray[Any]]
+    memory: CpuMemory = field(init=False)
+    _bound: dict[int, CpuExecutable] = field(factory=dict)
+    _ballast: NDArray[np.uint8] = field(factory=lambda: np.ones(96 << 20, np.uint8))
+
+    def __attrs_post_init__(self) -> None:
+        self.memory = self.device.memory(self.weights, self.states, self.env, 1 << 20)
+
+    @property
+    def info(self) -> DeviceInfo:
+        return self.device.info
+
+    def prepare(
+        self, plan: Plan, fill: Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
+    ) -> Callable[[], float]:
+        if len(self.memory.arena) < plan.arena_bytes:
+            self.memory.arena = aligned(plan.arena_bytes)
+        executable = self.device.bind(plan, self.memory, self.consts, self.device.compile([plan]))
+        self._bound = {id(plan): executable}
+        fill(executable.step, executable.header)
+        noise = np.random.default_rng(7).standard_normal(plan.arena_bytes // 4, np.float32)
+        self.memory.arena[: noise.nbytes].view(np.float32)[:] = noise
+
+        def run() -> float:
+            start = time.perf_counter()
+            executable.launch()
+            return time.perf_counter() - start
+
+        return run
+
+    def operand(self, plan: Plan, ref: BufferRef, type: TensorType) -> Array:
+        return self._bound[id(plan)].view(ref, type)
+
+    def flush(self) -> None:
+        self._ballast.sum(dtype=np.uint64)

@@ -2,25 +2,6 @@
 
 from __future__ import annotations
 
-from ninfer.routes import (
-    attention_cpu,
-    elementwise_cpu,
-    embed_cpu,
-    linear_cpu,
-    norm_cpu,
-    recurrent_cpu,
-    sample_cpu,
-)
 from ninfer.routes.route import RouteRegistry
 
-CPU_ROUTES = (
-    *linear_cpu.ROUTES,
-    *norm_cpu.ROUTES,
-    *attention_cpu.ROUTES,
-    *recurrent_cpu.ROUTES,
-    *embed_cpu.ROUTES,
-    *elementwise_cpu.ROUTES,
-    *sample_cpu.ROUTES,
-)
-
-REGISTRY = RouteRegistry(CPU_ROUTES)
+REGISTRY = RouteRegistry(())

@@ -4,34 +4,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 from attrs import define, frozen
+from numpy.typing import NDArray
 
-from ninfer.artifacts import open_artifact
-from ninfer.artifacts.artifact import Artifact
+from ninfer.artifacts import Artifact, open_artifact
 from ninfer.artifacts.demo import demo_path
 from ninfer.artifacts.quantize import quantize
 from ninfer.config import EngineConfig
-from ninfer.devices.cpu import CpuDevice, cpu_info
+from ninfer.devices.base import DeviceInfo
+from ninfer.devices.cpu import CpuBench, CpuDevice, cpu_info
 from ninfer.devices.programs import ProgramCache, find_compiler
-from ninfer.errors import UsageError
+from ninfer.errors import ArtifactError
 from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
+from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Graph
-from ninfer.ir.step import PAGE
-from ninfer.ir.types import Array
+from ninfer.ir.types import Array, Env
 from ninfer.models import identify
 from ninfer.models.family import Family, ModelSpec
-from ninfer.routes.tables import REGISTRY
 from ninfer.routes.lower import Lowering
-from ninfer.routes.profile import cache_dir, load_profile
+from ninfer.routes.measure import Calibration, calibrate
+from ninfer.routes.profile import DeviceProfile, cache_dir, load_profile, save_profile, user_path
 from ninfer.routes.render import Renderer
+from ninfer.routes.route import RouteRegistry
 from ninfer.routes.select import Selector
-from ninfer.runtime.batch import Limits, ModelRunner
-from ninfer.runtime.runner import CompiledRunner, Scorer, const_arrays, env_of, plan_widths, state_types
+from ninfer.routes.tables import REGISTRY
+from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
+from ninfer.runtime.memory_plan import ModelSizes, host_available_bytes, plan_memory
+from ninfer.runtime.request import Sampling
+from ninfer.runtime.runner import (
+    CompiledRunner,
+    Scorer,
+    const_arrays,
+    env_of,
+    plan_widths,
+    row_buckets,
+    state_types,
+)
+from ninfer.runtime.steps import fill_step
 from ninfer.runtime.weights import bind_weights
 from ninfer.text.chat import ChatTemplate
 from ninfer.text.tokenizer import Tokenizer
@@ -56,12 +71,13 @@ class Model:
     family: Family
     spec: ModelSpec
     kv: KVFormat
+    tokenizer: Tokenizer
 
     def graph(self, mode: str) -> Graph:
         return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode)
 
-    def weights(self, graph: Graph) -> dict[str, Array]:
-        return bind_weights(graph, self.artifact)
+    def weights(self, graph: Graph, progress: Progress = no_progress) -> dict[str, Array]:
+        return bind_weights(graph, self.artifact, lambda done, total: progress("binding weights", done, total))
 
 
 @frozen(kw_only=True)
@@ -69,7 +85,7 @@ class Loaded:
     """What serving needs of a model."""
 
     runner: ModelRunner
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     model_id: str
     generation_config: Mapping[str, Any]
@@ -77,94 +93,68 @@ class Loaded:
     explain: Callable[[], str]
 
 
-def open_model(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> Model:
+def open_model(config: EngineConfig, report: Report = no_report) -> Model:
     """Find the file, open it, know its family. Raises ArtifactError or UsageError."""
     path = demo_path(cache_dir()) if config.model == "demo" else Path(config.model)
     artifact: Artifact = open_artifact(path)
     family, spec = identify(artifact.config)
+    tokenizer = Tokenizer.from_artifact(artifact)
     if config.quantize:
         artifact = quantize(artifact, config.quantize)
-    report("model", f"{family.name}  {spec.summary}  {artifact.summary()}")
-    return Model(artifact, family, spec, kv_by_name(config.kv_dtype))
+    report("model", f"{family.name}  {spec.summary}")
+    report("weights", artifact.summary())
+    kv = kv_by_name(config.kv_dtype)
+    return Model(artifact, family, spec.with_domain(tokenizer.vocab_size), kv, tokenizer)
 
 
 def cpu_device(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> CpuDevice:
     """The host, with its compiler if there is one."""
     info = cpu_info()
     threads = config.threads or info.units
-    compiler = None if config.device == "cpu-numpy" else find_compiler()
-    programs = None
-    if compiler is not None:
-        programs = ProgramCache(compiler, cache_dir() / "programs", info.arch)
-        report("device", f"{info.name}  {threads} threads  {' '.join(sorted(info.features)) or 'portable'}")
-        report("compiler", compiler.name)
-    else:
-        reason = "asked for" if config.device == "cpu-numpy" else "no C++ compiler found (install g++ for speed)"
-        report("device", f"{info.name}  numpy routes only: {reason}")
+    compiler = find_compiler()
+    report("device", f"{info.name}  {threads} threads  {' '.join(sorted(info.features)) or 'portable'}")
+    if compiler is None:
+        report("compiler", "none found: every op runs on numpy, slowly; install g++ or clang++, or pip install ziglang")
+        return CpuDevice(info, None, threads)
+    report("compiler", compiler.name)
+    programs = ProgramCache(compiler, cache_dir() / "programs", info.arch)
     return CpuDevice(info, programs, threads, lambda done, total: progress("compiling kernels", done, total))
 
 
 def lowering_for(device: CpuDevice, config: EngineConfig, report: Report = no_report) -> Lowering:
-    profile = load_profile(device.info, Path(config.device_profile_path) if config.device_profile_path else None)
-    registry = REGISTRY if device.programs is not None else REGISTRY.without_routes()
-    if config.device_profile == "off":
-        profile = type(profile)(profile.hardware_class)
-    if profile.routes:
-        report("profile", f"{profile.hardware_class}  {len(profile.routes)} ops with a measured choice")
-    selector = Selector(registry, device.info, profile, config.deterministic)
-    return Lowering(selector, Renderer(device.info))
-
-
-def limits_for(model: Model, config: EngineConfig) -> Limits:
-    """Sizes from the flags and the model. Raises UsageError with the numbers that would work."""
-    window = model.spec.context_len
-    context = config.max_context or min(window, 8192)
-    if context > window:
-        raise UsageError(f"--max-context {context} exceeds the model's window of {window} tokens; use {window} or less")
-    pages_each = ceil(context / PAGE)
-    if config.kv_capacity is None:
-        pages = pages_each * min(config.max_concurrency, 4)
-    else:
-        pages = ceil(config.kv_capacity / PAGE)
-        if pages < pages_each:
-            raise UsageError(
-                f"--kv-capacity {config.kv_capacity} holds less than one context of {context} tokens; "
-                f"use --kv-capacity {pages_each * PAGE} or --max-context {pages * PAGE}"
-            )
-    return Limits(
-        max_rows=max(config.prefill_chunk, config.max_concurrency),
-        max_seqs=config.max_concurrency,
-        slots=config.max_concurrency,
-        pages=pages + 1,
-        max_pages=pages_each,
-        context_len=context,
-        domain=model.spec.domain,
-    )
+    """Routes of the device in default order, with what its profile measured on top."""
+    profile = DeviceProfile(device.info.hardware_class)
+    if config.device_profile != "off":
+        profile = load_profile(device.info, config.device_profile_path)
+        if profile.routes:
+            report("profile", f"{profile.hardware_class}  {len(profile.routes)} ops with a measured choice")
+    registry = REGISTRY if device.programs is not None else RouteRegistry(())
+    return Lowering(Selector(registry, device.info, profile, config.deterministic), Renderer(device.info))
 
 
 def load(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> Loaded:
     """Everything up to the first step.   Raises StartupError subclasses with one clear line."""
     started = time.perf_counter()
-    model = open_model(config, report, progress)
-    limits = limits_for(model, config)
+    model = open_model(config, report)
     device = cpu_device(config, report, progress)
+    if config.device_profile == "calibrate":
+        info, result = calibrate_model(config, progress=lambda done, total, what: progress("calibrating", done, total))
+        save_profile(load_profile(info).layered(result.profile), user_path(info))
     lowering = lowering_for(device, config, report)
     graph = model.graph("sample")
-    weights = model.weights(graph)
+    weights = model.weights(graph, progress)
+    limits = _limits(model, config, graph, weights, report)
     plans = plan_widths(lowering, graph, limits)
     entries = device.compile(list(plans.values()))
     arena = max(p.arena_bytes for p in plans.values())
     memory = device.memory(weights, state_types(graph), env_of(limits, limits.max_rows), arena)
     consts = const_arrays(graph)
-    runner = CompiledRunner(
-        limits, device, memory, {w: device.bind(p, memory, consts, entries) for w, p in plans.items()}
-    )
-    _report_memory(report, memory, arena, limits, model)
-    report("plans", f"widths {', '.join(map(str, plans))}  {len(entries)} kernels  "
-           f"ready in {time.perf_counter() - started:.1f} s")  # fmt: skip
+    executables = {w: device.bind(p, memory, consts, entries) for w, p in plans.items()}
+    widths = ", ".join(map(str, plans))
+    report("plans", f"widths {widths}  {len(entries)} kernels  ready in {time.perf_counter() - started:.1f} s")
     return Loaded(
-        runner=runner,
-        tokenizer=Tokenizer.from_artifact(model.artifact),
+        runner=CompiledRunner(limits, device, memory, executables),
+        tokenizer=model.tokenizer,
         chat_template=_chat_template(model, config),
         model_id=config.model_id or model.artifact.display_name,
         generation_config=model.artifact.generation_config,
@@ -175,36 +165,91 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
 
 def load_scorer(config: EngineConfig, mode: str = "score") -> tuple[Scorer, Model, Limits]:
     """A plan that gives log-probabilities ("score") or logits ("logits") of every row, for one sequence."""
+    config = attrs.evolve(config, max_concurrency=1)
     model = open_model(config)
-    limits = limits_for(model, config)
     device = cpu_device(config)
-    lowering = lowering_for(device, config)
     graph = model.graph(mode)
+    weights = model.weights(graph)
+    limits = _limits(model, config, graph, weights)
     env = env_of(limits, limits.max_rows, logit_rows=limits.max_rows)
-    plan = lowering.lower(graph, env)
-    memory = device.memory(model.weights(graph), state_types(graph), env, plan.arena_bytes)
-    executable = device.bind(plan, memory, const_arrays(graph), device.compile([plan]))
-    return Scorer(executable), model, limits
+    plan = lowering_for(device, config).lower(graph, env)
+    memory = device.memory(weights, state_types(graph), env, plan.arena_bytes)
+    return Scorer(device.bind(plan, memory, const_arrays(graph), device.compile([plan]))), model, limits
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f}"
+def calibrate_model(
+    config: EngineConfig,
+    *,
+    only: str = "",
+    repeat: int = 11,
+    report: Report = no_report,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> tuple[DeviceInfo, Calibration]:
+    """Time every route for the model's ops at every width."""
+    model = open_model(config, report)
+    device = cpu_device(config, report)
+    lowering = lowering_for(device, attrs.evolve(config, device_profile="off"))
+    graph = model.graph("sample")
+    weights = model.weights(graph)
+    limits = _limits(model, config, graph, weights)
+    widths = row_buckets(limits.max_rows)
+    env = env_of(limits, limits.max_rows)
+    bench = CpuBench(device, weights, state_types(graph), env, const_arrays(graph))
+    table = np.arange(limits.max_pages * limits.slots, dtype=np.int32) % limits.pages
+    bench.memory.write_state("page_table", slice(None), table.reshape(limits.slots, -1))
+
+    def fill(width: int, step: Mapping[str, NDArray[Any]], header: NDArray[Any]) -> None:
+        fill_step(_typical_step(width, limits), step, header)
+
+    return device.info, calibrate(
+        graph, lowering, bench, env, widths, fill, only=only, repeat=repeat, progress=progress
+    )
 
 
-def _report_memory(report: Report, memory: Any, arena: int, limits: Limits, model: Model) -> None:
-    kv = sum(a.nbytes for n, a in memory.states.items() if n.startswith("kv."))
-    rest = sum(a.nbytes for n, a in memory.states.items() if not n.startswith("kv."))
-    weights = sum(int(w.nbytes) for w in memory.weights.values())
-    report("memory", f"weights {_gib(weights)}  kv {_gib(kv)} ({limits.pages - 1} pages, {model.kv.name})  "
-           f"state {_gib(rest)}  arena {_gib(arena)} GiB")  # fmt: skip
+def _typical_step(width: int, limits: Limits) -> list[SeqRows]:
+    """A round of `width` sequences with some context, or one prefill chunk where there are not so many slots."""
+    draw = Draw(sampling=Sampling(temperature=0.7), seed=1)
+    context = min(512, limits.context_len // 2)
+    if width <= limits.max_seqs:
+        return [SeqRows(slot=i, kv_len=context, tokens=(5,), generated=True, draw=draw) for i in range(width)]
+    tokens = tuple(range(3, 3 + width))
+    return [SeqRows(slot=0, kv_len=0, tokens=tokens, generated=False, draw=draw)]
+
+
+def _limits(
+    model: Model, config: EngineConfig, graph: Graph, weights: Mapping[str, Array], report: Report = no_report
+) -> Limits:
+    one = Env(rows=1, logit_rows=1, seqs=1)
+    states = state_types(graph)
+    sizes = ModelSizes(
+        context_len=model.spec.context_len,
+        domain=model.spec.domain,
+        weight_bytes=sum(w.raw.nbytes if isinstance(w, Packed) else w.nbytes for w in weights.values()),
+        page_bytes=sum(t.nbytes(one) for n, t in states.items() if n.startswith("kv.")) or 1,
+        slot_bytes=sum(t.nbytes(one) for n, t in states.items() if not n.startswith("kv.")),
+    )
+    plan = plan_memory(config, sizes, host_available_bytes())
+    report("memory", plan.line(model.kv.name))
+    return plan.limits
 
 
 def _eos_ids(model: Model) -> frozenset[int]:
+    """Of the generation config where it names any, else of the config."""
     wanted = model.artifact.generation_config.get("eos_token_id", model.artifact.config.get("eos_token_id"))
     ids = wanted if isinstance(wanted, Sequence) else [wanted]
     return frozenset(int(i) for i in ids if isinstance(i, int))
 
 
 def _chat_template(model: Model, config: EngineConfig) -> ChatTemplate | None:
-    source = Path(config.chat_template).read_text() if config.chat_template else model.artifact.chat_template
-    return None if source is None else ChatTemplate(source)
+    source = model.artifact.chat_template
+    if config.chat_template is not None:
+        try:
+            source = config.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArtifactError(f"--chat-template {config.chat_template}: {error}") from None
+    if source is None:
+        return None
+    bos = model.tokenizer.token_text(model.tokenizer.bos_id) if model.tokenizer.bos_id is not None else None
+    eos = [t for i in sorted(_eos_ids(model)) if (t := model.tokenizer.token_text(i)) is not None]
+    specials = {"bos_token": bos or "", **({"eos_token": eos[0]} if eos else {})}
+    return ChatTemplate(source, specials)

@@ -13,7 +13,7 @@ from ninfer.devices.cpu import CpuDevice, CpuExecutable, CpuMemory
 from ninfer.devices.plan import Plan
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
-from ninfer.ir.types import Array, Env, TensorType
+from ninfer.ir.types import Env, TensorType
 from ninfer.routes.lower import Lowering
 from ninfer.runtime.batch import Drawn, Limits, SeqRows
 from ninfer.runtime.steps import fill_step, read_drawn
@@ -109,7 +109,3 @@ def state_types(*graphs: Graph) -> dict[str, TensorType]:
 
 def const_arrays(graph: Graph) -> dict[str, NDArray[Any]]:
     return {value.name: np.ascontiguousarray(array) for value, array in graph.consts.items()}
-
-
-def weight_bytes(weights: Mapping[str, Array]) -> int:
-    return sum(int(w.nbytes) for w in weights.values())
