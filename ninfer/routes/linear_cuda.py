@@ -1,0 +1,242 @@
+"""CUDA routes of matrix products.
+
+Numbers of activations: "int8" routes quantise them per group of columns (Route.rtol states the cost); "f32" routes
+keep them, at the price of more instructions per weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from ninfer.formats.quant import QuantFormat, align_up
+from ninfer.ir.op import Op
+from ninfer.ir.ops.linear import LinearAdd, LinearSwiglu
+from ninfer.ir.ops.packed_act import FusedLinear
+from ninfer.ir.types import Env, TensorType, Types
+from ninfer.routes.cuda_layout import SLICE, TILE_ROWS, Tiling, layout_of
+from ninfer.routes.route import Geometry, Tuning
+
+SHARED_90 = 227 << 10  # of one block on sm_90
+SHARED_80 = 99 << 10  # on sm_86, sm_89 and sm_120
+
+
+@frozen
+class Weight:
+    """A matrix of a launch. arg, out: C names; first_tile: of its body's tiles."""
+
+    arg: str
+    out: str
+    n: int
+    first_tile: int
+    fmt: QuantFormat
+
+
+@frozen
+class Body:
+    """The blocks of one format. unit: tiles that one block must own together."""
+
+    prefix: str
+    tiling: Tiling | None
+    dtype: str
+    weights: tuple[Weight, ...]
+    tiles: int
+    unit_tiles: int
+    chunks: int
+    stage_bytes: int
+    sums: int
+    padded: int
+    x_stride: int
+    first_block: int = 0
+    blocks: int = 0
+    comment: str = ""
+
+    @property
+    def units(self) -> int:
+        return -(-self.tiles // self.unit_tiles)
+
+    @property
+    def last_block(self) -> int:
+        return self.first_block + self.blocks
+
+    @property
+    def factor(self) -> float:
+        return 1.0 if self.tiling is None else 2.0 ** (self.tiling.bits - 8)
+
+    @property
+    def nbytes(self) -> int:
+        k_bytes = self.tiling.row_bytes if self.tiling else self.chunks
+        return self.tiles * k_bytes
+
+
+@frozen
+class Places:
+    """Byte offsets in shared memory."""
+
+    ring: int
+    x: int
+    xd: int
+    xs: int
+    red: int
+    squares: int
+    inverse: int
+    bars: int
+    end: int
+
+
+@frozen
+class Operands:
+    """The arguments of a product op, by role."""
+
+    x: TensorType
+    k: int
+    weights: tuple[tuple[int, TensorType], ...]
+    norm: int | None
+    packed: int
+    residual: int | None
+    swiglu: bool
+    quant: int
+    eps: float
+    offset: float
+
+
+def operands(op: Op, types: Types) -> Operands:
+    if isinstance(op, FusedLinear):
+        num_inputs = next(n for n in range(2, len(types) + 1) if _infers(op, types[:n], types[n:]))
+        at, matrices = op.split(types[:num_inputs])
+        k = types[matrices[0]].shape[1]
+        assert isinstance(k, int)
+        return Operands(
+            types[0], k, tuple((i, types[i]) for i in matrices), at if op.norm else None, op.packed,
+            num_inputs - 1 if op.epilogue == "add" else None, op.epilogue == "swiglu", op.quant, op.eps, op.offset,
+        )  # fmt: skip
+    k = types[0].shape[1]
+    assert isinstance(k, int)
+    count = 1 if isinstance(op, LinearAdd) else 2 if isinstance(op, LinearSwiglu) else _count_matrices(types)
+    weights = tuple((i, types[i]) for i in range(1, 1 + count))
+    residual = 2 if isinstance(op, LinearAdd) else None
+    return Operands(types[0], k, weights, None, 0, residual, isinstance(op, LinearSwiglu), 0, 0.0, 0.0)
+
+
+def _count_matrices(types: Types) -> int:
+    return sum(t.fmt is not None for t in types)
+
+
+def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
+    """Whether `inputs` is where the outputs begin: types lists inputs and, once lowered, outputs."""
+    if not any(t.fmt is not None for t in inputs):
+        return False
+    at, matrices = op.split(inputs)
+    if not matrices or any(inputs[i].fmt is None for i in matrices) or any(t.fmt is not None for t in outs):
+        return False
+    if op.epilogue == "add":
+        return len(inputs) == at + (1 if op.norm else 0) + 2
+    return True
+
+
+def _bodies(o: Operands, rows: int, warps: int, blocks: int, ga: int, batch: int) -> tuple[Body, ...]:
+    """One body per format, blocks shared out in proportion to bytes."""
+    groups: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
+    for i, t in o.weights:
+        assert t.fmt is not None
+        groups.setdefault(t.fmt, []).append((i, t))
+    bodies = []
+    outputs = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}
+    for fmt, members in groups.items():
+        weights, tiles = [], 0
+        for i, t in members:
+            n = t.shape[0]
+            assert isinstance(n, int)
+            weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, fmt))
+            tiles += -(-n // TILE_ROWS)
+        unit = (batch if o.quant else 2) if o.swiglu else 1
+        layout = layout_of(fmt)
+        names = f"{fmt.name}: " + ", ".join(f"{w.arg} [{w.n}, {o.k}]" for w in weights)
+        if layout.tiled:
+            tiling = layout.tiling(o.k)
+            prefix = f"tile_{fmt.name}_{tiling.slices}_{ga}_{rows}"
+            most = max((w + 1) * tiling.num_tiles // warps - w * tiling.num_tiles // warps for w in range(warps))
+            sums = min(tiling.group, ga, SLICE) if tiling.m_kind else 0
+            bodies.append(Body(prefix, tiling, "", tuple(weights), tiles, unit, tiling.num_tiles,
+                               most * tiling.tile_bytes, sums, 0, 0, comment=names))  # fmt: skip
+        else:
+            assert fmt.dtype is not None
+            padded = align_up(o.k, 32)
+            stride = (align_up(2 * padded, 128) + 64) // 2
+            bodies.append(Body("", None, fmt.dtype.name, tuple(weights), tiles, unit,
+                               TILE_ROWS * o.k * fmt.dtype.nbytes, 0, 0, padded, stride, comment=names))  # fmt: skip
+    return _share(bodies, blocks)
+
+
+def _share(bodies: Sequence[Body], blocks: int) -> tuple[Body, ...]:
+    total = sum(b.nbytes for b in bodies)
+    counts = [max(1, min(b.units, round(blocks * b.nbytes / total))) for b in bodies]
+    out, at = [], 0
+    for b, n in zip(bodies, counts, strict=True):
+        out.append(evolve(b, first_block=at, blocks=n))
+        at += n
+    return tuple(out)
+
+
+def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
+    """All that the template and the geometry of the streaming kernel need.
+
+    tuning: warps, stages, blocks (in all), bulk (1: sm_90's copy engine), resident (blocks per multiprocessor the
+    registers allow for), group (columns per activation scale, where the route quantises).
+    """
+    o = operands(op, types)
+    rows = env[o.x.shape[0]] if not isinstance(o.x.shape[0], int) else o.x.shape[0]
+    nt = -(-rows // 8)
+    warps, stages = tuning["warps"], tuning["stages"]
+    ga = o.packed or tuning.get("group", 64)
+    batch = o.quant // 8 if o.swiglu and o.quant else 4
+    bodies = _bodies(o, rows, warps, tuning["blocks"], ga, batch)
+    threads = 32 * warps
+    kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
+    x_stride = align_up(kp, 128) + 64
+    sums = [b.sums for b in bodies if b.sums]
+    at, offsets = 0, {}
+
+    def place(name: str, nbytes: int) -> None:
+        nonlocal at
+        offsets[name] = at
+        at += align_up(nbytes, 128)
+
+    place("ring", max(warps * stages * b.stage_bytes for b in bodies))
+    place("x", rows * max(max(2 * b.x_stride, 0) if b.tiling is None else x_stride for b in bodies))
+    place("xd", kp // ga * 8 * nt * 4)
+    place("xs", max((kp // s * 8 * nt * 4 for s in sums), default=0))
+    place("red", 2 * batch * warps * 16 * rows * 4)
+    place("squares", rows * warps * 4 if o.norm is not None else 0)
+    place("inverse", rows * 4 if o.norm is not None else 0)
+    place("bars", warps * stages * 8)
+    n_out = o.weights[0][1].shape[0]
+    num_inputs = max([i for i, _ in o.weights] + [o.residual or 0]) + 1
+    num_outs = 1 if o.swiglu else len(o.weights)
+    names = [f"const {'u8' if t.fmt or t.dtype.bits == 8 else 'f32'}* a{i}" for i, t in enumerate(types[:num_inputs])]
+    if o.quant:
+        names += ["u8* y0", "f32* y1"]
+    else:
+        names += [f"f32* y{i}" for i in range(num_outs)]
+    return {
+        "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
+        "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
+        "bodies": bodies, "blocks": sum(b.blocks for b in bodies), "at": Places(**offsets, end=at),
+        "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
+        "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
+        "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
+        "residual": "" if o.residual is None else f"a{o.residual}",
+        "swiglu": o.swiglu, "quant": o.quant, "y_codes": "y0", "y_scale": "y1",
+        "parameters": ", ".join(names),
+    }  # fmt: skip
+
+
+def stream_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    c = stream(op, types, env, tuning)
+    return Geometry((c["blocks"], 1, 1), 32 * tuning["warps"], c["at"].end)
+
+
+def _stream_context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return stream(op, types, env, tuning)
