@@ -1,0 +1,166 @@
+"""Rotary positions, the KV cache and attention on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from ninfer.formats.dtypes import F32
+from ninfer.formats.kv import KVFormat
+from ninfer.ir.ops.attention import Attention, KvAppend, Rope
+from ninfer.ir.types import Env, Types
+from ninfer.routes.route import Geometry, Route, Tuning
+
+LOG2E = 1.4426950408889634
+
+
+def _rope_geometry(op: Rope, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    rows, n = types[0].concrete(env)
+    return Geometry((ceil(rows * n // op.head_dim / 4), 1, 1), 128)
+
+
+def _append_geometry(op: KvAppend, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((env.rows, 1, 1), 256)
+
+
+def cache_context(fmt: KVFormat, kv_heads: int, head_dim: int) -> Mapping[str, Any]:
+    return {
+        "fmt": fmt,
+        "page_bytes": fmt.page_bytes(kv_heads, head_dim),
+        "v_offset": fmt.v_offset(kv_heads, head_dim),
+    }
+
+
+def _simple_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((env.rows, op.heads, 1), 128)
+
+
+def _simple_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {
+        **cache_context(op.fmt, op.kv_heads, op.head_dim),
+        "q_scale": op.scale * LOG2E,
+        "window": op.window,
+    }
+
+
+# The split kernel. Its shape depends on the capacity and the tuning only, never on how many sequences share a step.
+
+
+def split_count(env: Env, tuning: Tuning) -> int:
+    return max(1, min(tuning["splits"], env.max_pages))
+
+
+def split_workspace(heads: int, head_dim: int, env: Env, tuning: Tuning) -> int:
+    """Partial sums and their maxima and weights, for each split, row and head."""
+    return 4 * split_count(env, tuning) * env.rows * heads * (head_dim + 2)
+
+
+def split_shared(head_dim: int, tuning: Tuning) -> tuple[int, int]:
+    """Where the statistics lie in shared memory, and its size."""
+    w = tuning["warps"]
+    at = max(32 * w * head_dim, 4 * w * 8 * (head_dim + 8))
+    return at, at + 4 * (16 * w + w * head_dim)
+
+
+def split_geometry(kv_heads: int, head_dim: int, env: Env, tuning: Tuning) -> Geometry:
+    grid = (kv_heads, split_count(env, tuning), env.seqs)
+    return Geometry(grid, 32 * tuning["warps"], split_shared(head_dim, tuning)[1])
+
+
+def split_context(fmt: KVFormat, heads: int, kv_heads: int, head_dim: int, scale: float, window: int | None,
+                  env: Env, tuning: Tuning) -> dict[str, Any]:  # fmt: skip
+    registers = {64: 128, 128: 168, 256: 255}[head_dim]
+    return {
+        **cache_context(fmt, kv_heads, head_dim),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "window": window,
+        "W": tuning["warps"],
+        "splits": split_count(env, tuning),
+        "least_pages": 1,
+        "resident": max(1, 65536 // (registers * 32 * tuning["warps"])),
+        "stats_at": split_shared(head_dim, tuning)[0],
+        "q_scale": scale * LOG2E,
+        "fused": False,
+        "norm": False,
+        "gate": False,
+        "quant": 0,
+    }
+
+
+def split_refusal(fmt: KVFormat, head_dim: int) -> str | None:
+    if head_dim not in (64, 128, 256):
+        return f"heads of {head_dim} values; this kernel has 64, 128 and 256"
+    if fmt.k.code is F32 or fmt.k.scale is not None or fmt.v.scale is not None:
+        return f"reads bf16 and f16 caches, not {fmt.name}"
+    return None
+
+
+def _split_refuse(op: Attention, types: Types) -> str | None:
+    return split_refusal(op.fmt, op.head_dim)
+
+
+def _split_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return split_geometry(op.kv_heads, op.head_dim, env, tuning)
+
+
+def _split_workspace(op: Attention, types: Types, env: Env, tuning: Tuning) -> int:
+    return split_workspace(op.heads, op.head_dim, env, tuning)
+
+
+def _split_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    names = ("page_table", "row_seq", "row_start", "seq_slot", "kv_len")
+    parameters = ["const f32* q", "const u8* cache", *(f"const i32* {n}" for n in names), "f32* y", "f32* workspace"]
+    return {
+        **split_context(op.fmt, op.heads, op.kv_heads, op.head_dim, op.scale, op.window, env, tuning),
+        "parameters": ", ".join(parameters),
+    }
+
+
+SPLIT_TUNINGS: tuple[Tuning, ...] = tuple(
+    {"warps": warps, "splits": splits} for warps, splits in ((4, 64), (4, 32), (8, 32), (4, 128), (8, 64))
+)
+
+ROPE = Route(
+    name="rope.cuda",
+    op=Rope,
+    device="cuda",
+    template="cuda/rope.cu.j2",
+    geometry=_rope_geometry,
+    numerics="cuda",
+)
+KV_APPEND = Route(
+    name="kv_append.cuda",
+    op=KvAppend,
+    device="cuda",
+    template="cuda/kv_append.cu.j2",
+    geometry=_append_geometry,
+    numerics="exact",
+)
+ATTENTION_SPLIT = Route(
+    name="attention.cuda.split",
+    op=Attention,
+    device="cuda",
+    template="cuda/attention_split.cu.j2",
+    geometry=_split_geometry,
+    context=_split_context,
+    workspace=_split_workspace,
+    refuse=_split_refuse,
+    widths=(1, 64),
+    needs=("sm80",),
+    tunings=SPLIT_TUNINGS,
+    numerics="cuda.split",
+)
+ATTENTION_SIMPLE = Route(
+    name="attention.cuda.simple",
+    op=Attention,
+    device="cuda",
+    template="cuda/attention_simple.cu.j2",
+    geometry=_simple_geometry,
+    context=_simple_context,
+    numerics="cuda.simple",
+)
+
+ROUTES: tuple[Route[Any], ...] = (ROPE, KV_APPEND, ATTENTION_SPLIT, ATTENTION_SIMPLE)

@@ -1,0 +1,32 @@
+"""Every case of every op through every CUDA route that takes it, in the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from parity import Trial, check, lowering_for, trials
+
+from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
+from ninfer.devices.plan import Launch
+
+INFO = sim_info()
+TRIALS = list(trials(INFO))
+LOWERING = lowering_for(INFO)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
+def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimPrograms) -> None:
+    def run(launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8]) -> None:
+        for launch in launches:
+            if launch.source is None:
+                pytest.skip("a library call")
+            (address,) = sim_programs.addresses([sim_source(launch.source)]).values()
+            pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
+            run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
+                       launch.geometry.shared, order=order)  # fmt: skip
+
+    check(trial, LOWERING, run)
