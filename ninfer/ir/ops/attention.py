@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +13,8 @@ from ninfer.formats.dtypes import I32, U8
 from ninfer.formats.kv import KV_FORMATS, KVFormat
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
-from ninfer.ir.op import Case, Op, Work, require
+from ninfer.ir.op import Case, Op, Work, require, same_shape
+from ninfer.ir.ops.checks import are_ints, is_rows, is_vector
 from ninfer.ir.step import PAGE
 from ninfer.ir.types import Arrays, B, Env, M, P, S, T, TensorType, Types, f32_array, ints, plain
 
@@ -31,11 +32,10 @@ class Rope(Op):
 
     def infer(self, args: Types) -> Types:
         x, positions, freqs = args
-        n = x.shape[-1]
-        require(self, isinstance(n, int) and n % self.head_dim == 0, f"{x} is not heads of {self.head_dim}")
-        require(self, positions.dtype is I32 and positions.shape == x.shape[:1], f"positions are {positions}")
-        f = freqs.shape[0]
-        require(self, isinstance(f, int) and 2 * f <= self.head_dim, f"{freqs} rotate more than {self.head_dim}")
+        n, f = is_rows(self, "x", x), is_vector(self, "freqs", freqs)
+        require(self, n % self.head_dim == 0, f"{x} is not heads of {self.head_dim}")
+        are_ints(self, "positions", x.shape[:1], positions)
+        require(self, 2 * f <= self.head_dim, f"{freqs} rotate more than {self.head_dim}")
         return (x,)
 
     def reference(self, args: Arrays) -> Arrays:
@@ -65,6 +65,14 @@ def _cache_type(fmt: KVFormat, kv_heads: int, head_dim: int) -> TensorType:
     return TensorType((P, fmt.page_bytes(kv_heads, head_dim)), U8)
 
 
+def _check_paging(op: Op, x: TensorType, cache: TensorType, expected: TensorType, paging: Sequence[TensorType]) -> None:
+    require(op, cache == expected, f"cache is {cache}, not {expected}")
+    table, row_seq, *seqs = paging
+    are_ints(op, "page_table", (S, M), table)
+    are_ints(op, "row_seq", x.shape[:1], row_seq)
+    are_ints(op, "row_start seq_slot kv_len", (B,), *seqs)
+
+
 def page_views(
     cache: NDArray[np.uint8], fmt: KVFormat, kv_heads: int, head_dim: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -92,15 +100,11 @@ class KvAppend(Op):
     mutates: ClassVar[tuple[int, ...]] = (2,)
 
     def infer(self, args: Types) -> Types:
-        k, v, cache, *_ = args
-        require(self, k.shape == v.shape, f"k is {k}, v is {v}")
-        require(
-            self,
-            k.shape[-1] == self.kv_heads * self.head_dim,
-            f"k is {k}, not {self.kv_heads} x {self.head_dim}",
-        )
-        expected = _cache_type(self.fmt, self.kv_heads, self.head_dim)
-        require(self, cache == expected, f"cache is {cache}, not {expected}")
+        k, v, cache, *paging = args
+        same_shape(self, k, v)
+        width = is_rows(self, "k", k)
+        require(self, width == self.kv_heads * self.head_dim, f"k is {k}, not {self.kv_heads} x {self.head_dim}")
+        _check_paging(self, k, cache, _cache_type(self.fmt, self.kv_heads, self.head_dim), paging)
         return ()
 
     def reference(self, args: Arrays) -> Arrays:
@@ -140,11 +144,11 @@ class Attention(Op):
     window: int | None = None
 
     def infer(self, args: Types) -> Types:
-        q, cache, *_ = args
+        q, cache, *paging = args
+        width = is_rows(self, "q", q)
         require(self, self.heads % self.kv_heads == 0, f"{self.heads} heads do not share {self.kv_heads} KV heads")
-        require(self, q.shape[-1] == self.heads * self.head_dim, f"q is {q}, not {self.heads} x {self.head_dim}")
-        expected = _cache_type(self.fmt, self.kv_heads, self.head_dim)
-        require(self, cache == expected, f"cache is {cache}, not {expected}")
+        require(self, width == self.heads * self.head_dim, f"q is {q}, not {self.heads} x {self.head_dim}")
+        _check_paging(self, q, cache, _cache_type(self.fmt, self.kv_heads, self.head_dim), paging)
         return (q,)
 
     def reference(self, args: Arrays) -> Arrays:

@@ -11,6 +11,7 @@ from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require, same_shape
 from ninfer.ir.ops.activations import sigmoid, silu
+from ninfer.ir.ops.checks import is_rows
 from ninfer.ir.types import Arrays, Env, T, TensorType, Types, f32_array
 
 
@@ -20,6 +21,7 @@ class SigmoidMul(Op):
 
     def infer(self, args: Types) -> Types:
         same_shape(self, *args)
+        is_rows(self, "x", args[0])
         return args[:1]
 
     def reference(self, args: Arrays) -> Arrays:
@@ -40,6 +42,7 @@ class SiluMul(Op):
 
     def infer(self, args: Types) -> Types:
         same_shape(self, *args)
+        is_rows(self, "x", args[0])
         return args[:1]
 
     def reference(self, args: Arrays) -> Arrays:
@@ -63,9 +66,9 @@ class TakeHeads(Op):
 
     def infer(self, args: Types) -> Types:
         (x,) = args
-        n = x.shape[-1]
-        require(self, isinstance(n, int) and n % self.head_dim == 0, f"{x} is not heads of {self.head_dim}")
-        heads = int(n) // self.head_dim
+        n = is_rows(self, "x", x)
+        require(self, n % self.head_dim == 0, f"{x} is not heads of {self.head_dim}")
+        heads = n // self.head_dim
         require(self, all(0 <= i < heads for i in self.order), f"{x} has {heads} heads, but {self.order} are asked")
         return (TensorType((x.shape[0], len(self.order) * self.head_dim)),)
 

@@ -12,6 +12,7 @@ from ninfer.formats.quant import Packed, by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require
+from ninfer.ir.ops.checks import is_rows
 from ninfer.ir.types import Arrays, Env, L, T, TensorType, Types, f32_array, ints
 
 
@@ -49,6 +50,7 @@ class TakeRows(Op):
 
     def infer(self, args: Types) -> Types:
         x, index = args
+        is_rows(self, "x", x)
         require(self, index.dtype is I32 and len(index.shape) == 1, f"index must be i32 [L], not {index}")
         return (TensorType((index.shape[0], *x.shape[1:])),)
 

@@ -11,6 +11,7 @@ from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require, same_shape
 from ninfer.ir.ops.activations import silu
+from ninfer.ir.ops.checks import is_rows, is_vector
 from ninfer.ir.types import Arrays, Env, T, Types, f32_array
 
 
@@ -26,9 +27,8 @@ class RmsNorm(Op):
 
     def infer(self, args: Types) -> Types:
         x, w = args
-        require(self, len(w.shape) == 1, f"weight must be a vector, not {w}")
-        n, d = x.shape[-1], w.shape[0]
-        require(self, isinstance(n, int) and isinstance(d, int) and n % d == 0, f"{w} does not divide rows of {x}")
+        n, d = is_rows(self, "x", x), is_vector(self, "weight", w)
+        require(self, n % d == 0, f"{w} does not divide rows of {x}")
         return (x,)
 
     def reference(self, args: Arrays) -> Arrays:
@@ -56,7 +56,9 @@ class GatedRmsNorm(Op):
     def infer(self, args: Types) -> Types:
         x, w, z = args
         same_shape(self, x, z)
-        return RmsNorm(self.eps).infer((x, w))
+        n, d = is_rows(self, "x", x), is_vector(self, "weight", w)
+        require(self, n % d == 0, f"{w} does not divide rows of {x}")
+        return (x,)
 
     def reference(self, args: Arrays) -> Arrays:
         x, w, z = args

@@ -13,7 +13,10 @@ from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, Work, require, same_shape
 from ninfer.ir.ops.activations import sigmoid, silu
+from ninfer.ir.ops.checks import are_ints, is_rows, is_vector
 from ninfer.ir.types import Array, Arrays, B, Env, S, T, TensorType, Types, f32_array, ints, plain
+
+SEQ_FIELDS = "row_start row_count seq_slot kv_len"
 
 
 def _sequences(row_start: Array, row_count: Array, seq_slot: Array, kv_len: Array) -> Iterator[tuple[range, int, bool]]:
@@ -33,10 +36,12 @@ class CausalConvSilu(Op):
     mutates: ClassVar[tuple[int, ...]] = (2,)
 
     def infer(self, args: Types) -> Types:
-        x, w, state, *_ = args
-        c, taps = w.shape
-        require(self, x.shape[-1] == c, f"x is {x}, but the taps are {w}")
-        require(self, isinstance(taps, int) and state.shape == (S, c, taps - 1), f"state is {state} for taps {w}")
+        x, w, state, *seqs = args
+        c = is_rows(self, "x", x)
+        taps = is_rows(self, "taps", w)
+        require(self, w.shape[0] == c, f"x is {x}, but the taps are {w}")
+        require(self, state == TensorType((S, c, taps - 1), F32), f"state is {state} for taps {w}")
+        are_ints(self, SEQ_FIELDS, (B,), *seqs)
         return (x,)
 
     def reference(self, args: Arrays) -> Arrays:
@@ -80,19 +85,18 @@ class GatedDelta(Op):
     mutates: ClassVar[tuple[int, ...]] = (5,)
 
     def infer(self, args: Types) -> Types:
-        u, a, b, a_log, dt_bias, state, *_ = args
+        u, a, b, a_log, dt_bias, state, *seqs = args
         width = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        require(self, u.shape[-1] == width, f"u is {u}, not {width} wide")
-        require(
-            self,
-            self.value_heads % self.key_heads == 0,
-            f"{self.value_heads} heads over {self.key_heads} keys",
-        )
+        require(self, is_rows(self, "u", u) == width, f"u is {u}, not {width} wide")
+        fits = self.value_heads % self.key_heads == 0
+        require(self, fits, f"{self.value_heads} value heads do not share {self.key_heads} key heads")
         same_shape(self, a, b)
         same_shape(self, a_log, dt_bias)
         require(self, a.shape == (u.shape[0], self.value_heads), f"a is {a}, not {self.value_heads} wide")
-        expected = (S, self.value_heads, self.value_dim, self.key_dim)
-        require(self, state.shape == expected, f"state is {state}, not {expected}")
+        require(self, is_vector(self, "a_log", a_log) == self.value_heads, f"a_log is {a_log} for a {a}")
+        expected = TensorType((S, self.value_heads, self.value_dim, self.key_dim), F32)
+        require(self, state == expected, f"state is {state}, not {expected}")
+        are_ints(self, SEQ_FIELDS, (B,), *seqs)
         return (TensorType((u.shape[0], self.value_heads * self.value_dim)),)
 
     def reference(self, args: Arrays) -> Arrays:
@@ -146,7 +150,7 @@ def _seq_arrays() -> Arrays:
 
 
 def _seq_values(g: Graph) -> tuple[Value, ...]:
-    return tuple(g.step[name] for name in ("row_start", "row_count", "seq_slot", "kv_len"))
+    return tuple(g.step[name] for name in SEQ_FIELDS.split())
 
 
 def causal_conv_silu(g: Graph, x: Value, w: Value, state: Value) -> Value:

@@ -14,6 +14,7 @@ from ninfer.formats.rng import uniform
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require
+from ninfer.ir.ops.checks import are_ints, is_rows
 from ninfer.ir.step import (
     COUNT_GENERATED,
     COUNT_NONE,
@@ -46,8 +47,11 @@ class CountTokens(Op):
     mutates: ClassVar[tuple[int, ...]] = (5,)
 
     def infer(self, args: Types) -> Types:
-        counts = args[5]
-        require(self, len(counts.shape) == 2 and counts.dtype is I32, f"counts must be i32 [S, V], not {counts}")
+        tokens, row_seq, count_mode, seq_slot, kv_len, counts = args
+        are_ints(self, "tokens row_seq count_mode", (T,), tokens, row_seq, count_mode)
+        are_ints(self, "seq_slot kv_len", (B,), seq_slot, kv_len)
+        is_counts = len(counts.shape) == 2 and counts.shape[0] is S and counts.dtype is I32
+        require(self, is_counts, f"counts must be i32 [S, V], not {counts}")
         return ()
 
     def reference(self, args: Arrays) -> Arrays:
@@ -140,15 +144,15 @@ class Sample(Op):
 
     def infer(self, args: Types) -> Types:
         logits, params, counts, bias, mask = args
-        rows, v = logits.shape
-        require(self, isinstance(v, int) and self.domain <= v, f"domain {self.domain} exceeds {logits}")
-        require(self, params.shape == (rows, PARAM_WORDS), f"params are {params}, not [{rows}, {PARAM_WORDS}]")
-        require(
-            self,
-            counts.shape == (S, v) and bias.shape == (S, v),
-            f"counts {counts}, bias {bias} for {logits}",
-        )
-        require(self, mask.shape == (S, MASK_ROWS, (int(v) + 31) // 32), f"mask is {mask}")
+        v, rows = is_rows(self, "logits", logits), logits.shape[0]
+        require(self, self.domain <= v, f"domain {self.domain} exceeds {logits}")
+        for name, type, expected in (
+            ("params", params, TensorType((rows, PARAM_WORDS), U32)),
+            ("counts", counts, TensorType((S, v), I32)),
+            ("bias", bias, TensorType((S, v), F32)),
+            ("mask", mask, TensorType((S, MASK_ROWS, (v + 31) // 32), U32)),
+        ):
+            require(self, type == expected, f"{name} must be {expected}, not {type}")
         return TensorType((rows,), I32), TensorType((rows, 1 + NUM_TOP)), TensorType((rows, NUM_TOP), I32)
 
     def reference(self, args: Arrays) -> Arrays:
@@ -230,7 +234,9 @@ class TokenLogprob(Op):
 
     def infer(self, args: Types) -> Types:
         logits, targets = args
-        require(self, targets.shape == logits.shape[:1], f"targets are {targets} for {logits}")
+        v = is_rows(self, "logits", logits)
+        require(self, self.domain <= v, f"domain {self.domain} exceeds {logits}")
+        are_ints(self, "targets", logits.shape[:1], targets)
         return (TensorType(targets.shape),)
 
     def reference(self, args: Arrays) -> Arrays:
