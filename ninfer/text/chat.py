@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -13,6 +15,14 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ninfer.errors import ArtifactError, BadRequest
+
+THINK, END_THINK = "<think>", "</think>"
+PROBE = ({"role": "user", "content": "hi"},)
+
+
+class CallStyle(Enum):
+    XML = "xml"  # <tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>
+    JSON = "json"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>
 
 
 def _raise(message: str) -> NoReturn:
@@ -27,13 +37,14 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-@define
+@define(slots=False)
 class ChatTemplate:
     """source: Jinja text. specials: bos_token and the like, by name, as the template may want them."""
 
     source: str
     specials: Mapping[str, str] = field(factory=dict)
     _template: jinja2.Template = field(init=False)
+    _opens_thinking: dict[str, bool] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -65,7 +76,36 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRequest(f"the model's chat template fails on the messages: {error}", path="messages") from None
 
-    @staticmethod
-    def opens_thinking(prompt: str) -> bool:
-        """Whether a rendered prompt ends inside an open <think> block, so that the reply begins with reasoning."""
-        return prompt.rfind("<think>") > prompt.rfind("</think>")
+    def opens_thinking(self, **options: Any) -> bool:
+        """Whether a prompt rendered with these options ends inside <think>, so that the reply begins with reasoning.
+
+        Found by rendering a message of our own: what clients write must not decide.
+        """
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._opens_thinking:
+            try:
+                asked = self.render(PROBE, **options)
+                plain = self.render(PROBE, add_generation_prompt=False, **options)
+            except BadRequest:
+                return False  # the request's own rendering will say why
+            opener = asked.removeprefix(plain)
+            self._opens_thinking[key] = opener.rfind(THINK) > opener.rfind(END_THINK)
+        return self._opens_thinking[key]
+
+    @cached_property
+    def knows_thinking(self) -> bool:
+        """Whether replies may hold a <think> block."""
+        return THINK in self.source
+
+    @cached_property
+    def call_style(self) -> CallStyle | None:
+        """How replies spell tool calls, seen from how the template renders one."""
+        call = {"type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            text = self.render([*PROBE, turn], add_generation_prompt=False)
+        except BadRequest:
+            return None
+        if "<function=probe_name>" in text:
+            return CallStyle.XML
+        return CallStyle.JSON if "<tool_call>" in text and "probe_name" in text else None

@@ -22,6 +22,11 @@ class TextStream:
         self._held = ""
         self.stopped: str | None = None  # the stop string that was met
 
+    @property
+    def held_len(self) -> int:
+        """Characters that are known but held back."""
+        return len(self._held)
+
     def feed(self, ids: Sequence[int]) -> tuple[str, bool]:
         """(new text, whether a stop string was met). After that, nothing more comes."""
         if self.stopped is not None:
@@ -48,12 +53,12 @@ class TextStream:
             at, self.stopped = min(found, key=lambda f: (f[0], -len(f[1])))
             self._held = ""
             return text[:at], True
-        keep = max((_overlap(text, s) for s in self._stop), default=0)
+        keep = max((overlap(text, s) for s in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest proper prefix of `stop` that `text` ends with."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):

@@ -14,7 +14,11 @@ from tokenizers import Tokenizer as Backend
 from ninfer.artifacts.artifact import Artifact
 from ninfer.errors import ArtifactError
 
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+# What gives a reply its structure. Some vocabularies call these control tokens; they are shown all the same, since
+# whoever reads the reply needs them.
+MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -67,7 +71,8 @@ class Tokenizer:
     plain: Backend
     bos_id: int | None = None
     add_bos: bool = False
-    _special: frozenset[int] = frozenset()
+    _special: frozenset[int] = frozenset()  # control tokens
+    _added: frozenset[int] = frozenset()  # those, and others that are spelled as they are
     _pieces: dict[int, bytes] = field(factory=dict)
     _sentencepiece: bool = False
 
@@ -109,7 +114,8 @@ class Tokenizer:
             Backend.from_str(json.dumps(spec)),
             bos_id=backend.token_to_id(bos_text) if bos_text else None,
             add_bos=bool(config.get("add_bos_token", False)),
-            special=frozenset(added),
+            special=frozenset(i for i, t in added.items() if t.special and t.content not in MARKUP),
+            added=frozenset(added),
             sentencepiece=bool((spec.get("model") or {}).get("byte_fallback")),
         )
 
@@ -134,13 +140,13 @@ class Tokenizer:
             raise ArtifactError(f"{origin}: tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
         marked = [(t, k) for t, k in zip(tokens, types, strict=False) if k in (CONTROL, USER_DEFINED)]
         backends[0].add_tokens([AddedToken(t, normalized=False, special=k == CONTROL) for t, k in marked])
-        special = frozenset(i for i, k in enumerate(types) if k in (CONTROL, USER_DEFINED))
         return Tokenizer(
             backends[0],
             backends[1],
             bos_id=get("bos_token_id"),
             add_bos=bool(get("add_bos_token", kind == "llama")),
-            special=special,
+            special=frozenset(i for i, k in enumerate(types) if k == CONTROL and tokens[i] not in MARKUP),
+            added=frozenset(i for i, k in enumerate(types) if k in (CONTROL, USER_DEFINED)),
             sentencepiece=kind == "llama",
         )
 
@@ -163,8 +169,12 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
 
     def is_special(self, id: int) -> bool:
-        """A control token or one added to the vocabulary: shown only on request."""
+        """A control token: shown only on request."""
         return id in self._special
+
+    def special_texts(self) -> tuple[str, ...]:
+        """The spellings of the control tokens."""
+        return tuple(t for i in sorted(self._special) if (t := self.token_text(i)))
 
     def token_to_id(self, token: str) -> int | None:
         found: int | None = self.backend.token_to_id(token)
@@ -185,7 +195,7 @@ class Tokenizer:
         token = self.token_text(id)
         if token is None:
             return b""
-        if id in self._special:
+        if id in self._added:
             return token.encode()
         if self._sentencepiece:
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):

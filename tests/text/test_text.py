@@ -13,7 +13,7 @@ from ninfer.artifacts import open_artifact
 from ninfer.artifacts.demo import demo_path
 from ninfer.errors import ArtifactError, BadRequest
 from ninfer.routes.profile import cache_dir
-from ninfer.text.chat import ChatTemplate
+from ninfer.text.chat import CallStyle, ChatTemplate
 from ninfer.text.stream import TextStream
 from ninfer.text.tokenizer import Tokenizer
 
@@ -100,8 +100,10 @@ def test_broken_bytes_become_replacement_characters(tiny: Tokenizer) -> None:
 def test_templates_know_thinking_and_report_errors() -> None:
     template = ChatTemplate((DATA / "tokenizer" / "chat_template.jinja").read_text())
     messages = [{"role": "user", "content": "hi"}]
-    assert template.opens_thinking(template.render(messages, enable_thinking=True))
-    assert not template.opens_thinking(template.render(messages))
+    assert template.opens_thinking(enable_thinking=True)
+    assert not template.opens_thinking()
+    assert template.knows_thinking and template.call_style is CallStyle.XML
+    assert ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}").call_style is None
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert '"name": "f"' in template.render(messages, tools=tools)
     with pytest.raises(BadRequest, match="no such role"):
