@@ -156,13 +156,15 @@ class ProgramCache:
 
 
 def _split(sources: Sequence[Source], parts: int) -> list[list[Source]]:
-    """Deal the sources out so that kernels of one template share a unit and units are of like size."""
+    """Deal the sources out to about `parts` units. A unit has one prelude (the first header) and like kernels."""
     ordered = sorted(sources, key=lambda s: (s.headers, s.entry))
-    return [
-        part
-        for i in range(parts)
-        if (part := list(ordered[i * len(ordered) // parts : (i + 1) * len(ordered) // parts]))
-    ]
+    size = max(1, -(-len(ordered) // parts))
+    units: list[list[Source]] = []
+    for source in ordered:
+        if not units or len(units[-1]) == size or units[-1][0].headers[:1] != source.headers[:1]:
+            units.append([])
+        units[-1].append(source)
+    return units
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -59,10 +59,6 @@ class Renderer:
             rng_c=RNG_C,
         )
 
-    @property
-    def _prelude(self) -> str:
-        return "cpu/prelude.h.j2" if self.device.kind == "cpu" else "cuda/prelude.h.j2"
-
     def render(
         self,
         candidate: Candidate,
@@ -81,7 +77,8 @@ class Renderer:
         )
 
     def render_template(self, template: str, variables: Mapping[str, Any]) -> Source:
-        headers: dict[str, None] = {self._header(self._prelude, {}, {}): None}
+        prelude = f"{template.split('/')[0]}/prelude.h.j2"
+        headers: dict[str, None] = {self._header(prelude, {}, {}): None}
 
         def use(name: str, **kw: Any) -> str:
             headers[self._header(name, kw, headers)] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ninfer.routes import host, host_linear
 from ninfer.routes.route import RouteRegistry
 
-REGISTRY = RouteRegistry(())
+REGISTRY = RouteRegistry((*host_linear.ROUTES, *host.ROUTES))
