@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ninfer.routes import attention_cuda, elementwise_cuda, embed_cuda, norm_cuda
+from ninfer.routes import attention_cuda, elementwise_cuda, embed_cuda, norm_cuda, recurrent_cuda, sample_cuda
 from ninfer.routes.route import Route
 
 CUDA_ROUTES: tuple[Route[Any], ...] = (
@@ -12,4 +12,6 @@ CUDA_ROUTES: tuple[Route[Any], ...] = (
     *attention_cuda.ROUTES,
     *embed_cuda.ROUTES,
     *elementwise_cuda.ROUTES,
+    *recurrent_cuda.ROUTES,
+    *sample_cuda.ROUTES,
 )

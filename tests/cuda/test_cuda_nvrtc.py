@@ -23,7 +23,7 @@ def test_a_kernel_becomes_machine_code() -> None:
 
 def test_an_error_quotes_the_rendered_line() -> None:
     bad = Source("bad", 'extern "C" __global__ void bad(f32* x) {\n    x[0] = missing;\n}', GOOD.headers)
-    with pytest.raises(CompileError, match="(?s)missing.*3 |     x.0. = missing;"):
+    with pytest.raises(CompileError, match=r"(?s)missing.*3 |     x.0. = missing;"):
         compile_cubin(bad, "sm_90a")
 
 

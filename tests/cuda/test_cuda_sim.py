@@ -64,7 +64,8 @@ def test_tensor_core_products(run: RUN, order: int) -> None:
         const u32* A = (const u32*)a; const u32* B = (const u32*)b;
         u32 x[4] = {A[g * 8 + q], A[(g + 8) * 8 + q], A[g * 8 + q + 4], A[(g + 8) * 8 + q + 4]};
         u32 y[2] = {B[g * 8 + q], B[g * 8 + q + 4]};"""
-    store = "c[g * 8 + 2 * q] = z[0]; c[g * 8 + 2 * q + 1] = z[1]; c[(g + 8) * 8 + 2 * q] = z[2]; c[(g + 8) * 8 + 2 * q + 1] = z[3];"
+    store = """c[g * 8 + 2 * q] = z[0]; c[g * 8 + 2 * q + 1] = z[1];
+        c[(g + 8) * 8 + 2 * q] = z[2]; c[(g + 8) * 8 + 2 * q + 1] = z[3];"""
     c = np.zeros((16, 8), np.float32)
     for name in ("bf16", "f16"):
         if name == "bf16":

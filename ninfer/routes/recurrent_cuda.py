@@ -1,0 +1,65 @@
+"""Gated DeltaNet on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.types import Env, Types
+from ninfer.routes.route import Geometry, Route, Tuning
+
+PIECE = 32  # rows of a sequence that one block convolves
+
+
+def _conv_geometry(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    channels = types[0].shape[1]
+    assert isinstance(channels, int)
+    return Geometry((ceil(channels / 128), ceil(env.rows / PIECE), env.seqs), 128)
+
+
+def _conv_context(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"piece": PIECE}
+
+
+def _warps(op: GatedDelta) -> int:
+    return next(w for w in (4, 2, 1) if op.value_dim % (8 * w) == 0)
+
+
+def _delta_refuse(op: GatedDelta, types: Types) -> str | None:
+    if op.key_dim % 32 or op.value_dim % 8:
+        return f"heads of {op.key_dim} and {op.value_dim} values are not multiples of 32 and 8"
+    return None
+
+
+def _delta_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    warps = _warps(op)
+    return Geometry((op.value_heads, op.value_dim // (8 * warps), env.seqs), 32 * warps)
+
+
+def _delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"warps": _warps(op)}
+
+
+CONV = Route(
+    name="causal_conv_silu.cuda",
+    op=CausalConvSilu,
+    device="cuda",
+    template="cuda/causal_conv.cu.j2",
+    geometry=_conv_geometry,
+    context=_conv_context,
+    numerics="cuda",
+)
+DELTA = Route(
+    name="gated_delta.cuda",
+    op=GatedDelta,
+    device="cuda",
+    template="cuda/gated_delta.cu.j2",
+    geometry=_delta_geometry,
+    context=_delta_context,
+    refuse=_delta_refuse,
+    numerics="cuda",
+)
+
+ROUTES: tuple[Route[Any], ...] = (CONV, DELTA)
