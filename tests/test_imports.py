@@ -19,7 +19,8 @@ LINES = (
     {"text", "models", "routes"},
     {"runtime"},
     {"api"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 )
 HEIGHT = {room: i for i, line in enumerate(LINES) for room in line}
 

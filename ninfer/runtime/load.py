@@ -111,7 +111,7 @@ def cpu_device(config: EngineConfig, report: Report = no_report, progress: Progr
     """The host, with its compiler if there is one."""
     info = cpu_info()
     threads = config.threads or info.units
-    compiler = find_compiler()
+    compiler = None if config.device == "cpu-numpy" else find_compiler()
     report("device", f"{info.name}  {threads} threads  {' '.join(sorted(info.features)) or 'portable'}")
     if compiler is None:
         report("compiler", "none found: every op runs on numpy, slowly; install g++ or clang++, or pip install ziglang")

@@ -49,7 +49,7 @@ class CompiledRunner:
         (self._bias_slots.add if bias else self._bias_slots.discard)(slot)
 
     def set_mask(self, slot: int, words: NDArray[Any]) -> None:
-        self.memory.write_state("mask", (slot, 0), words.view(np.uint32))
+        self.memory.write_state("mask", (slot, 0, slice(len(words))), words.view(np.uint32))
 
     def step(self, seqs: Sequence[SeqRows]) -> Sequence[Drawn | None]:
         rows = sum(len(s.tokens) for s in seqs)
