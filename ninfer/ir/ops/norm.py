@@ -33,7 +33,7 @@ class RmsNorm(Op):
 
     def reference(self, args: Arrays) -> Arrays:
         x, w = map(f32_array, args)
-        heads = x.reshape(x.shape[0], -1, w.shape[0])
+        heads = x.reshape(x.shape[0], x.shape[1] // w.shape[0], w.shape[0])
         rms = np.sqrt(np.mean(heads * heads, axis=-1, keepdims=True) + np.float32(self.eps))
         return ((heads / rms * (w + np.float32(self.offset))).reshape(x.shape),)
 
