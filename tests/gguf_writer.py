@@ -1,0 +1,157 @@
+"""Checkpoints as GGUF files, with what converters do to the tensors: the inverse of ninfer/artifacts/names.py, written
+from the format's description and through the gguf package, so that a mistake there does not cancel out here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from ninfer.artifacts import Artifact
+from ninfer.formats.quant import QuantFormat, by_name
+
+FormatOf = Callable[[str, tuple[int, ...]], QuantFormat]
+F32 = by_name("f32")
+_PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+}  # fmt: skip
+_MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+
+
+def matrices_in(fmt: QuantFormat) -> FormatOf:
+    """Matrices in `fmt`, vectors and convolutions in float32."""
+    return lambda name, shape: fmt if len(shape) == 2 and "conv1d" not in name else F32
+
+
+def write_gguf(
+    artifact: Artifact, path: Path, format_of: FormatOf, *, tokenizer: Path | None = None, template: Path | None = None
+) -> None:
+    """tokenizer: a tokenizer.json; template: a chat template."""
+    c = artifact.config
+    llama = c["model_type"] == "llama"
+    out = gguf.GGUFWriter(path, "llama" if llama else "qwen35")
+    out.add_name(artifact.display_name)
+    out.add_context_length(c["max_position_embeddings"])
+    out.add_embedding_length(c["hidden_size"])
+    out.add_feed_forward_length(c["intermediate_size"])
+    out.add_head_count(c["num_attention_heads"])
+    out.add_head_count_kv(c["num_key_value_heads"])
+    out.add_key_length(c["head_dim"])
+    out.add_value_length(c["head_dim"])
+    out.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    out.add_rope_freq_base(c["rope_parameters"]["rope_theta"])
+    mtp = 0 if llama else c.get("mtp_num_hidden_layers", 0)
+    out.add_block_count(c["num_hidden_layers"] + mtp)
+    if llama:
+        out.add_rope_dimension_count(c["head_dim"])
+    else:
+        _qwen35_keys(out, c, mtp)
+    if tokenizer is not None:
+        _tokenizer(out, json.loads(tokenizer.read_text()), c)
+    if template is not None:
+        out.add_chat_template(template.read_text())
+    for name in artifact.names():
+        values = artifact.get(name).f32()
+        values = _llama_rows(name, values, c) if llama else _qwen35_values(name, values, c)
+        fmt = format_of(name, values.shape)
+        raw = fmt.pack(values).reshape(*values.shape[:-1], -1)
+        out.add_tensor(_target(name, c, llama), raw, raw_dtype=gguf.GGMLQuantizationType(fmt.ggml_type))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def _qwen35_keys(out: gguf.GGUFWriter, c: Mapping[str, Any], mtp: int) -> None:
+    rope = c["rope_parameters"]
+    out.add_rope_dimension_count(int(c["head_dim"] * rope["partial_rotary_factor"]))
+    out.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    out.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+    out.add_ssm_state_size(c["linear_key_head_dim"])
+    out.add_ssm_group_count(c["linear_num_key_heads"])
+    out.add_ssm_time_step_rank(c["linear_num_value_heads"])
+    out.add_ssm_inner_size(c["linear_num_value_heads"] * c["linear_value_head_dim"])
+    out.add_uint32("qwen35.full_attention_interval", c["layer_types"].index("full_attention") + 1)
+    if mtp:
+        out.add_uint32("qwen35.nextn_predict_layers", mtp)
+
+
+def _tokenizer(out: gguf.GGUFWriter, t: Mapping[str, Any], c: Mapping[str, Any]) -> None:
+    tokens = {i: token for token, i in t["model"]["vocab"].items()}
+    added = {a["id"]: a for a in t["added_tokens"]}
+    tokens |= {i: a["content"] for i, a in added.items()}
+    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("qwen35")
+    out.add_token_list([tokens[i] for i in range(len(tokens))])
+    out.add_token_types(kinds)
+    out.add_token_merges([" ".join(pair) for pair in t["model"]["merges"]])
+    out.add_eos_token_id(c["eos_token_id"])
+    out.add_pad_token_id(c["pad_token_id"])
+    out.add_add_bos_token(False)
+
+
+def _target(name: str, c: Mapping[str, Any], llama: bool) -> str:
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+             "lm_head.weight": "output.weight"}  # fmt: skip
+    if name in whole:
+        return whole[name]
+    layers = c["num_hidden_layers"]
+    head, _, rest = name.partition(".layers.")
+    if not rest:
+        return f"blk.{layers}.nextn.{_MTP[name.split('.')[1]]}.weight"
+    index, _, rest = rest.partition(".")
+    block = f"blk.{int(index) + (layers if head == 'mtp' else 0)}."
+    if rest in ("linear_attn.A_log", "linear_attn.dt_bias"):
+        return block + {"A": "ssm_a", "d": "ssm_dt.bias"}[rest[12]]
+    part = rest.removesuffix(".weight")
+    if part == "post_attention_layernorm":
+        return block + ("ffn_norm.weight" if llama else "post_attention_norm.weight")
+    return f"{block}{_PARTS[part]}.weight"
+
+
+def _llama_rows(name: str, x: NDArray[np.float32], c: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Rows of q and k from halves to interleaved pairs: h*D + 2i + s takes h*D + s*D/2 + i."""
+    heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}.get(name.split(".")[-2])
+    if heads is None:
+        return x
+    d = c["head_dim"]
+    y = np.empty_like(x)
+    for h in range(heads):
+        for i in range(d // 2):
+            for s in (0, 1):
+                y[h * d + 2 * i + s] = x[h * d + s * (d // 2) + i]
+    return y
+
+
+def _qwen35_values(name: str, x: NDArray[np.float32], c: Mapping[str, Any]) -> NDArray[np.float32]:
+    hk, hv = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    order = np.array([(t % hk) * (hv // hk) + t // hk for t in range(hv)])  # grouped head at tiled place t
+
+    def tiled(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values.reshape(hv, -1, *values.shape[1:])[order].reshape(values.shape)
+
+    keys = 2 * hk * c["linear_key_head_dim"]
+    if name.endswith("A_log"):
+        return -np.exp(tiled(x))
+    if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight")):
+        return tiled(x)
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        x = x.reshape(len(x), -1)
+        return np.concatenate([x[:keys], tiled(x[keys:])])
+    if name.endswith("out_proj.weight"):
+        return np.ascontiguousarray(tiled(np.ascontiguousarray(x.T)).T)
+    if "norm" in name and not name.endswith("linear_attn.norm.weight"):
+        return x + np.float32(1)
+    return x
