@@ -215,15 +215,15 @@ class DeviceLayout:
         if self.bits == 2:
             base.store(tiles, vectors(_pairs(word, 6)))
             return
-        nibbles = (per_lane[..., 0, :] & 0xF0) | (per_lane[..., 1, :] >> 4)
+        nibbles = _u8((per_lane[..., 0, :] & 0xF0) | (per_lane[..., 1, :] >> 4))
         base.store(tiles, vectors(nibbles))
         if more is None:
             return
         if self.bits == 6:
             more.store(tiles, vectors(_pairs(word, 2)))
         else:
-            shift = np.arange(8, dtype=np.uint8)[:, None]
-            more.store(tiles, vectors(np.bitwise_or.reduce((word >> 3 & 1) << shift, axis=-2)))
+            bit = _u8((word >> 3 & 1) << np.arange(8, dtype=np.uint8)[:, None])
+            more.store(tiles, vectors(np.bitwise_or.reduce(bit, axis=-2)))
 
     def _store_scales(self, tiles: U8Array, name: str, words: NDArray[Any], groups: int, tiling: Tiling) -> None:
         """words: [n, groups in a row] -> vectors [group][h] of each g."""
@@ -258,14 +258,14 @@ class DeviceLayout:
             words = _unpairs(base.reshape(*lead, 2, 4), 6)
         else:
             nibbles = base.reshape(*lead, 4, 1, 4)
-            words = np.concatenate([nibbles & 0xF0, nibbles << 4], axis=-2).reshape(*lead, 8, 4)
+            words = _u8(np.concatenate([nibbles & 0xF0, nibbles << 4], axis=-2).reshape(*lead, 8, 4))
         if "more" in tiling.planes:
             more = tiling.planes["more"].load(tiles)
             if self.bits == 6:
                 words = words | _unpairs(more.reshape(*lead, 2, 4), 2)
             else:
-                shift = np.arange(8, dtype=np.uint8)[:, None]
-                words = words | (more.reshape(*lead, 1, 4) >> shift & 1) << 3
+                bit = _u8(more.reshape(*lead, 1, 4) >> np.arange(8, dtype=np.uint8)[:, None] & 1)
+                words = _u8(words | bit << 3)
         split = words.reshape(*tiles.shape[:2], 8, 4, tiling.slices, 4, 2, 4)  # row chunk g t slice i h b
         codes = split.transpose(0, 6, 2, 1, 4, 5, 3, 7).reshape(tiles.shape[0] * TILE_ROWS, -1)
         return np.ascontiguousarray(codes).view(np.int8) >> (8 - self.bits)
@@ -282,14 +282,19 @@ class DeviceLayout:
         return value
 
 
+def _u8(x: NDArray[Any]) -> U8Array:
+    """The stubs lose the width of shifted bytes; the arrays do not."""
+    return x
+
+
 def _pairs(words: U8Array, shift: int) -> U8Array:
     """Two bits of each byte of eight words, in two words.   [..., 8, 4] -> [..., 2, 4]"""
-    two = (words >> np.uint8(shift) & 3).reshape(*words.shape[:-2], 2, 4, 4)
-    return np.bitwise_or.reduce(two << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=-2)
+    two = _u8((words >> shift & 3).reshape(*words.shape[:-2], 2, 4, 4))
+    return _u8(np.bitwise_or.reduce(two << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=-2))
 
 
 def _unpairs(pairs: U8Array, shift: int) -> U8Array:
-    two = pairs[..., :, None, :] >> (2 * np.arange(4, dtype=np.uint8))[:, None] & 3
+    two = _u8(pairs[..., :, None, :] >> (2 * np.arange(4, dtype=np.uint8))[:, None] & 3)
     return (two << np.uint8(shift)).reshape(*pairs.shape[:-2], 8, 4)
 
 

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from ninfer.formats.quant import QuantFormat, align_up
 from ninfer.ir.op import Op
 from ninfer.ir.ops.linear import LinearAdd, LinearSwiglu
-from ninfer.ir.ops.packed_act import FusedLinear
+from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant
 from ninfer.ir.types import Env, TensorType, Types
 from ninfer.routes.cuda_layout import SLICE, TILE_ROWS, Tiling, layout_of
 from ninfer.routes.route import Geometry, Tuning
@@ -45,6 +45,7 @@ class Body:
     tiles: int
     unit_tiles: int
     chunks: int
+    span: int
     stage_bytes: int
     sums: int
     padded: int
@@ -136,7 +137,7 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     return True
 
 
-def _bodies(o: Operands, rows: int, warps: int, blocks: int, ga: int, batch: int) -> tuple[Body, ...]:
+def _bodies(o: Operands, rows: int, warps: int, span: int, blocks: int, ga: int, batch: int) -> tuple[Body, ...]:
     """One body per format, blocks shared out in proportion to bytes."""
     groups: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
     for i, t in o.weights:
@@ -157,16 +158,15 @@ def _bodies(o: Operands, rows: int, warps: int, blocks: int, ga: int, batch: int
         if layout.tiled:
             tiling = layout.tiling(o.k)
             prefix = f"tile_{fmt.name}_{tiling.slices}_{ga}_{rows}"
-            most = max((w + 1) * tiling.num_tiles // warps - w * tiling.num_tiles // warps for w in range(warps))
             sums = min(tiling.group, ga, SLICE) if tiling.m_kind else 0
-            bodies.append(Body(prefix, tiling, "", tuple(weights), tiles, unit, tiling.num_tiles,
-                               most * tiling.tile_bytes, sums, 0, 0, comment=names))  # fmt: skip
+            bodies.append(Body(prefix, tiling, "", tuple(weights), tiles, unit, tiling.num_tiles, span,
+                               span * tiling.tile_bytes, sums, 0, 0, comment=names))  # fmt: skip
         else:
             assert fmt.dtype is not None
             padded = align_up(o.k, 32)
             stride = (align_up(2 * padded, 128) + 64) // 2
             bodies.append(Body("", None, fmt.dtype.name, tuple(weights), tiles, unit,
-                               TILE_ROWS * o.k * fmt.dtype.nbytes, 0, 0, padded, stride, comment=names))  # fmt: skip
+                               TILE_ROWS * o.k * fmt.dtype.nbytes, 1, 0, 0, padded, stride, comment=names))  # fmt: skip
     return _share(bodies, blocks)
 
 
@@ -183,16 +183,17 @@ def _share(bodies: Sequence[Body], blocks: int) -> tuple[Body, ...]:
 def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     """All that the template and the geometry of the streaming kernel need.
 
-    tuning: warps, stages, blocks (in all), bulk (1: sm_90's copy engine), resident (blocks per multiprocessor the
-    registers allow for), group (columns per activation scale, where the route quantises).
+    tuning: warps, stages of span tiles, blocks (in all), bulk (1: sm_90's copy engine), resident (blocks per
+    multiprocessor that the registers allow for), group (columns per activation scale, where the route quantises).
     """
     o = operands(op, types)
     rows = env[o.x.shape[0]] if not isinstance(o.x.shape[0], int) else o.x.shape[0]
     nt = -(-rows // 8)
     warps, stages = tuning["warps"], tuning["stages"]
     ga = o.packed or tuning.get("group", 64)
-    batch = o.quant // 8 if o.swiglu and o.quant else 4
-    bodies = _bodies(o, rows, warps, tuning["blocks"], ga, batch)
+    batch = o.quant // 8 if o.swiglu and o.quant else 4 if rows <= 2 else 2
+    halves = 2 if rows <= 4 else 1  # of the buffer of partial sums; one half costs a second barrier per batch
+    bodies = _bodies(o, rows, warps, tuning.get("span", 1), tuning["blocks"], ga, batch)
     threads = 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
@@ -208,7 +209,7 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     place("x", rows * max(max(2 * b.x_stride, 0) if b.tiling is None else x_stride for b in bodies))
     place("xd", kp // ga * 8 * nt * 4)
     place("xs", max((kp // s * 8 * nt * 4 for s in sums), default=0))
-    place("red", 2 * batch * warps * 16 * rows * 4)
+    place("red", halves * batch * warps * 16 * rows * 4)
     place("squares", rows * warps * 4 if o.norm is not None else 0)
     place("inverse", rows * 4 if o.norm is not None else 0)
     place("bars", warps * stages * 8)
@@ -223,6 +224,7 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
+        "halves": halves,
         "bodies": bodies, "blocks": sum(b.blocks for b in bodies), "at": Places(**offsets, end=at),
         "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
@@ -240,3 +242,22 @@ def stream_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
 
 def _stream_context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     return stream(op, types, env, tuning)
+
+
+def _quantize_threads(k: int) -> int:
+    return min(1024, max(32, align_up(-(-k // 4), 32)))
+
+
+def _quantize_context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    assert isinstance(op, QuantizeRows | RmsNormQuant)
+    k = types[0].shape[1]
+    assert isinstance(k, int)
+    threads, padded = _quantize_threads(k), align_up(k, op.group)
+    return {"K": k, "group": op.group, "norm": isinstance(op, RmsNormQuant), "threads": threads, "padded": padded,
+            "pieces": -(-padded // 4 // threads)}  # fmt: skip
+
+
+def _quantize_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    k = types[0].shape[1]
+    assert isinstance(k, int)
+    return Geometry((types[0].concrete(env)[0], 1, 1), _quantize_threads(k))
