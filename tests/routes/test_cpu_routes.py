@@ -31,6 +31,14 @@ GUARD = 256
 CASES = [c for op in OPS.ops for c in op.cases()]
 
 
+@pytest.fixture(scope="module")
+def cases(request: pytest.FixtureRequest) -> list[Case]:
+    only = request.config.getoption("--op")
+    found = [c for c in CASES if not only or c.op.key == only]
+    assert found, f"no op is called {only}"
+    return found
+
+
 def info_of(isa: str) -> DeviceInfo:
     return cpu_info(portable=isa == "portable")
 
@@ -100,9 +108,10 @@ def view(raw: NDArray[np.uint8], type: TensorType, case: Case) -> NDArray[Any]:
     return raw.view(type.dtype.numpy).reshape(type.concrete(case.env))
 
 
-def test_every_route_agrees_with_the_reference(device: CpuDevice) -> None:
+def test_every_route_agrees_with_the_reference(device: CpuDevice, cases: list[Case]) -> None:
     lowering = lowering_of(device)
-    work = [(c, k, *build(lowering, c, k)) for c in CASES for k in candidates(device, c)]
+    work = [(c, k, *build(lowering, c, k)) for c in cases for k in candidates(device, c)]
+    assert work, "no route accepts a case"
     entries = device.compile([plan for _, _, plan, _ in work])
     failures = []
     for case, candidate, plan, spots in work:
@@ -144,11 +153,11 @@ def check(
         np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=f"output {i}")
 
 
-def test_rows_are_the_same_bits_alone_and_together(device: CpuDevice) -> None:
+def test_rows_are_the_same_bits_alone_and_together(device: CpuDevice, cases: list[Case]) -> None:
     """For routes that promise it with a numerics tag: ops whose rows do not depend on each other."""
     lowering = lowering_of(device)
     work = []
-    for case in CASES:
+    for case in cases:
         if case.env.rows == 1 or any(Sym.B in t.shape or Sym.L in t.shape for t in case.types):
             continue
         for candidate in candidates(device, case):
@@ -175,11 +184,11 @@ def one_row(case: Case) -> Case:
     return evolve(case, arrays=arrays, env=evolve(case.env, rows=1))
 
 
-def test_fewer_rows_than_a_plan_has_room_for_leave_the_rest_untouched(device: CpuDevice) -> None:
+def test_fewer_rows_than_a_plan_has_room_for_leave_the_rest_untouched(device: CpuDevice, cases: list[Case]) -> None:
     from attrs import evolve
 
     lowering = lowering_of(device)
-    small = [c for c in CASES if c.env.rows in (3, 5, 9)]
+    small = [c for c in cases if c.env.rows in (3, 5, 9)]
     work = []
     for case in small:
         for candidate in candidates(device, case):
