@@ -1,0 +1,621 @@
+"""A GPU through cupy: one region each for weights, states and activations, and a plan as one captured graph.
+
+A step is: fill the pinned record, launch the graph, wait, read the pinned results. The graph begins with the copy of
+the record and ends with the copy of the results, and its kernels follow each other by programmatic dependent launch
+where the card has it, so a step costs the host no work per kernel. Plans with library calls are launched one by one.
+Modules are loaded and shared memory is granted before anything is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from attrs import define, field, frozen
+from numpy.typing import NDArray
+
+from ninfer.devices.base import DeviceInfo
+from ninfer.devices.nvrtc import CubinCache
+from ninfer.devices.nvrtc import version as nvrtc_version
+from ninfer.devices.plan import BufferRef, Launch, Place, Plan
+from ninfer.devices.synthetic import Synthetic
+from ninfer.errors import DeviceError
+from ninfer.formats.bits import U8Array
+from ninfer.formats.quant import Packed, QuantFormat
+from ninfer.ir.step import HEADER, STEP_FIELDS
+from ninfer.ir.types import Array, Env, Sym, TensorType
+
+ALIGN = 256
+STAGE_BYTES = 64 << 20
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+
+# By format: bytes as stored and shape -> bytes as kernels read them.
+Layout = Callable[[QuantFormat], Callable[[U8Array, Sequence[int]], U8Array]]
+Weight = Array | Synthetic
+
+
+@frozen
+class Libraries:
+    """cupy and the driver's bindings: all that this module knows of a GPU."""
+
+    cupy: Any
+    driver: Any
+
+
+def libraries() -> Libraries:
+    """Raises DeviceError naming what to install."""
+    try:
+        import cupy  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(
+            f"--device cuda needs cupy and cuda-bindings ({error}): pip install 'ninfer[cuda13]' "
+            "(or 'ninfer[cuda12]' for a driver older than 580), or use --device cpu"
+        ) from None
+    return Libraries(cupy, driver)
+
+
+def cuda_missing() -> str | None:
+    """None, or why there is no GPU to use."""
+    try:
+        count_devices(libraries())
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def count_devices(libs: Libraries) -> int:
+    """Raises DeviceError for no driver, an old one, or no GPU."""
+    runtime = libs.cupy.cuda.runtime
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        name = str(error).split(":")[0]
+        if "InsufficientDriver" in name:
+            raise DeviceError(
+                "no NVIDIA driver, or one that is too old for this cupy: install the driver (580 or newer for "
+                "CUDA 13, 525 for CUDA 12), or use --device cpu"
+            ) from None
+        raise DeviceError(f"no NVIDIA GPU can be used ({name}); use --device cpu") from None
+    if count == 0:
+        raise DeviceError("the NVIDIA driver finds no GPU; use --device cpu")
+    return count
+
+
+def check_driver(driver_version: int, compiler: str) -> None:
+    """Machine code of a newer CUDA major does not load.   driver_version: 12040 for CUDA 12.4."""
+    major = int(compiler.split(".")[0])
+    if driver_version // 1000 < major:
+        supported = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
+        raise DeviceError(
+            f"the driver supports CUDA {supported}, but kernels are compiled by NVRTC {compiler}: "
+            f"update the driver, or pip install 'ninfer[cuda{driver_version // 1000}]' in place of this one"
+        )
+
+
+_EXACT = {90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120a", 121: "sm_121a"}  # with the card's own additions
+
+
+def cuda_info(libs: Libraries, index: int = 0) -> DeviceInfo:
+    """Raises DeviceError for an index that is not there, or a card before sm_80."""
+    count = count_devices(libs)
+    if index >= count:
+        raise DeviceError(f"--device cuda:{index}, but there are {count} GPUs; the first is cuda:0")
+    p = libs.cupy.cuda.runtime.getDeviceProperties(index)
+    name = p["name"].decode() if isinstance(p["name"], bytes) else str(p["name"])
+    cc = 10 * p["major"] + p["minor"]
+    if cc < 80:
+        raise DeviceError(f"{name} is sm_{cc}; kernels need sm_80 or newer. Use --device cpu")
+    arch = _EXACT.get(cc, f"sm_{cc}")
+    slug = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+    return DeviceInfo(
+        "cuda",
+        name,
+        f"{slug}-sm{cc}",
+        features_of(arch),
+        arch,
+        int(p["multiProcessorCount"]),
+        int(p["totalGlobalMem"]),
+    )
+
+
+def features_of(arch: str) -> frozenset[str]:
+    """What routes may need, by architecture: `sm_90a` has sm80, sm86, sm89, sm90 and sm90a."""
+    number = int("".join(c for c in arch if c.isdigit()))
+    names = {f"sm{n}" for n in (80, 86, 89, 90, 100, 103, 120, 121) if n <= number}
+    return frozenset({"cuda", "dp4a", "mma", *names, arch.replace("_", "")})
+
+
+def _pinned(cupy: Any, nbytes: int) -> NDArray[np.uint8]:
+    memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+    array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, max(nbytes, 1))
+    array[:] = 0
+    return array
+
+
+def _align(n: int, to: int = ALIGN) -> int:
+    return -(-n // to) * to
+
+
+@define(eq=False)
+class Region:
+    """Device memory that is one allocation."""
+
+    cupy: Any
+    nbytes: int
+    pointer: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.pointer = int(self.cupy.cuda.runtime.malloc(max(self.nbytes, ALIGN)))
+
+    def free(self) -> None:
+        if self.pointer:
+            self.cupy.cuda.runtime.free(self.pointer)
+            self.pointer = 0
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A cupy array over a part."""
+        size = prod(shape) * np.dtype(dtype).itemsize
+        memory = self.cupy.cuda.UnownedMemory(self.pointer + offset, size, self)
+        return self.cupy.ndarray(shape, dtype, memptr=self.cupy.cuda.MemoryPointer(memory, 0))
+
+
+@define(eq=False)
+class CudaMemory:
+    """weights, states: addresses by name; sizes are bytes. Everything is on `device`'s stream."""
+
+    device: CudaDevice
+    weights: dict[str, Weight]  # as given: for sizes and for the calibration's reference
+    weight_at: dict[str, int]
+    states: dict[str, Any]  # cupy arrays
+    arena: int
+    arena_bytes: int
+    regions: list[Region]
+
+    def state(self, name: str) -> NDArray[Any]:
+        raise DeviceError(f"state {name} is on the GPU; use read_state and write_state")
+
+    def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
+        view = self.states[name][index]
+        host = np.ascontiguousarray(np.broadcast_to(values, view.shape), view.dtype)
+        if view.flags.c_contiguous:
+            view.set(host, stream=self.device.stream)
+        else:
+            for i in range(len(view)):
+                view[i].set(host[i], stream=self.device.stream)
+        self.device.stream.synchronize()
+
+    def read_state(self, name: str, index: Any) -> NDArray[Any]:
+        view = self.states[name][index]
+        array: NDArray[Any] = self.device.cupy.asnumpy(view, stream=self.device.stream)
+        return array
+
+    def free(self) -> None:
+        for region in self.regions:
+            region.free()
+
+
+@define(eq=False)
+class CudaDevice:
+    """programs: the cubins of this card's architecture. layout: how weights lie on the device."""
+
+    libs: Libraries
+    info: DeviceInfo
+    programs: CubinCache
+    layout: Layout
+    index: int = 0
+    progress: Callable[[int, int], None] = lambda done, total: None
+    dependent_launch: bool = True
+    cupy: Any = field(init=False)
+    stream: Any = field(init=False)
+    _modules: dict[str, Any] = field(factory=dict)  # function handles by entry
+    _keep: list[Any] = field(factory=list)
+    _granted: dict[str, int] = field(factory=dict)  # dynamic shared memory by entry
+    _blas: Any = None
+    _memories: list[CudaMemory] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.cupy = self.libs.cupy
+        runtime = self.cupy.cuda.runtime
+        runtime.setDevice(self.index)
+        runtime.free(0)  # makes the context, which the driver's calls need
+        check_driver(int(runtime.driverGetVersion()), nvrtc_version())
+        self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.dependent_launch = self.dependent_launch and "sm90" in self.info.features
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        for memory in self._memories:
+            memory.free()
+        self._memories.clear()
+
+    def driver(self, what: str, result: tuple[Any, ...]) -> Any:
+        code, *values = result
+        if int(code) != 0:
+            raise DeviceError(f"{self.info.name}: {what} failed with {code.name}")
+        return values[0] if values else None
+
+    # memory
+
+    def memory(
+        self, weights: Mapping[str, Weight], states: Mapping[str, TensorType], env: Env, arena_bytes: int
+    ) -> CudaMemory:
+        """Allocate everything and copy the weights.   Raises DeviceError with what is needed and what is free."""
+        sizes = {
+            "weights": sum(_align(self.weight_bytes(w)) for w in weights.values()),
+            "kv": sum(_align(t.nbytes(env)) for n, t in states.items() if n.startswith("kv.")),
+            "state": sum(_align(t.nbytes(env)) for n, t in states.items() if not n.startswith("kv.")),
+            "arena": _align(arena_bytes),
+        }
+        self._check_fit(sizes)
+        weight_region = Region(self.cupy, sizes["weights"])
+        state_region = Region(self.cupy, sizes["kv"] + sizes["state"])
+        arena_region = Region(self.cupy, sizes["arena"])
+        self.cupy.cuda.runtime.memsetAsync(state_region.pointer, 0, max(state_region.nbytes, 1), self.stream.ptr)
+        arrays, at = {}, 0
+        for name, type in states.items():
+            arrays[name] = state_region.view(at, type.concrete(env), type.dtype.numpy)
+            at += _align(type.nbytes(env))
+        places = self._upload(weights, weight_region)
+        self.stream.synchronize()
+        regions = [weight_region, state_region, arena_region]
+        memory = CudaMemory(self, dict(weights), places, arrays, arena_region.pointer, sizes["arena"], regions)
+        self._memories.append(memory)
+        return memory
+
+    def weight_bytes(self, weight: Weight) -> int:
+        """On the device."""
+        if isinstance(weight, Packed | Synthetic):
+            return device_bytes(self.layout, weight.format, weight.shape)
+        return int(weight.nbytes)
+
+    def _check_fit(self, sizes: Mapping[str, int]) -> None:
+        free, _ = self.cupy.cuda.runtime.memGetInfo()
+        needed = sum(sizes.values()) + (256 << 20)  # and what graphs, modules and records take
+        if needed <= free:
+            return
+        parts = ", ".join(f"{name} {nbytes / 2**30:.1f}" for name, nbytes in sizes.items())
+        short = needed - free
+        if sizes["kv"] > short:
+            share = 1 - short / sizes["kv"]
+            advice = f"lower --kv-capacity (or --max-context, --max-concurrency) to {share:.0%} of what it is"
+        else:
+            advice = "use a smaller weight format (--quantize, --format) or a smaller model"
+        raise DeviceError(
+            f"{self.info.name} has {free / 2**30:.1f} GiB free, but {needed / 2**30:.1f} are needed ({parts}): {advice}"
+        )
+
+    def _upload(self, weights: Mapping[str, Weight], region: Region) -> dict[str, int]:
+        runtime = self.cupy.cuda.runtime
+        stages = [_pinned(self.cupy, STAGE_BYTES) for _ in range(2)]
+        events = [self.cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        places, tiles, at, turn = {}, dict[Any, tuple[Region, int]](), region.pointer, 0
+        for name, weight in weights.items():
+            places[name] = at
+            if isinstance(weight, Synthetic):
+                self._repeat(weight, tiles, at)
+            else:
+                raw = self._bytes(weight)
+                for start in range(0, raw.nbytes, STAGE_BYTES):
+                    part = raw[start : start + STAGE_BYTES]
+                    events[turn].synchronize()
+                    stages[turn][: part.nbytes] = part
+                    runtime.memcpyAsync(at + start, stages[turn].ctypes.data, part.nbytes, _TO_DEVICE, self.stream.ptr)
+                    events[turn].record(self.stream)
+                    turn = 1 - turn
+            at += _align(self.weight_bytes(weight))
+        self.stream.synchronize()
+        for tile, _ in tiles.values():
+            tile.free()
+        return places
+
+    def _bytes(self, weight: Array) -> U8Array:
+        if isinstance(weight, Packed):
+            return self.layout(weight.format)(weight.raw.reshape(-1), weight.shape).reshape(-1)
+        return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
+
+    def _repeat(self, weight: Synthetic, tiles: dict[Any, tuple[Region, int]], at: int) -> None:
+        """A synthetic matrix: a few hundred rows from the host, turned by the seed, then copied over and over."""
+        runtime, total = self.cupy.cuda.runtime, self.weight_bytes(weight)
+        key = (weight.format, weight.shape[1], min(weight.shape[0], Synthetic.TILE))
+        if key not in tiles:
+            raw = self._bytes(weight.tile())
+            region = Region(self.cupy, raw.nbytes)
+            runtime.memcpy(region.pointer, np.ascontiguousarray(raw).ctypes.data, raw.nbytes, _TO_DEVICE)
+            tiles[key] = (region, raw.nbytes)
+        region, nbytes = tiles[key]
+        rows = min(weight.shape[0], Synthetic.TILE)
+        turn = weight.seed % max(1, rows // 16) * (nbytes // max(1, rows // 16)) if rows == Synthetic.TILE else 0
+        pieces = [(region.pointer + turn, nbytes - turn), (region.pointer, turn)]
+        done = 0
+        for source, size in pieces:
+            size = min(size, total - done)
+            if size:
+                runtime.memcpyAsync(at + done, source, size, _ON_DEVICE, self.stream.ptr)
+                done += size
+        while done < total:
+            size = min(done, total - done)
+            runtime.memcpyAsync(at + done, at, size, _ON_DEVICE, self.stream.ptr)
+            done += size
+
+    # programs
+
+    def compile(self, plans: Sequence[Plan]) -> dict[str, int]:
+        """Load every kernel of the plans; function handles by entry."""
+        sources = list(dict.fromkeys(s for plan in plans for s in plan.sources))
+        missing = [s for s in sources if s.entry not in self._modules]
+        for entry, cubin in self.programs.cubins(missing, self.progress).items():
+            module = self.driver(f"loading {entry}", self.libs.driver.cuModuleLoadData(cubin))
+            self._keep.append(module)
+            function = self.libs.driver.cuModuleGetFunction(module, entry.encode())
+            self._modules[entry] = self.driver(f"finding {entry}", function)
+        for plan in plans:
+            for launch in plan.launches:
+                if launch.source is not None:
+                    self._grant(launch.source.entry, launch.geometry.shared)
+        return {s.entry: int(self._modules[s.entry]) for s in sources}
+
+    def _grant(self, entry: str, shared: int) -> None:
+        if shared > self._granted.get(entry, 48 << 10):
+            attribute = self.libs.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            result = self.libs.driver.cuFuncSetAttribute(self._modules[entry], attribute, shared)
+            self.driver(f"granting {entry} {shared} bytes of shared memory", result)
+            self._granted[entry] = shared
+
+    def bind(
+        self, plan: Plan, memory: CudaMemory, consts: Mapping[str, NDArray[Any]], entries: Mapping[str, int]
+    ) -> CudaExecutable:
+        return CudaExecutable(self, plan, memory, consts)
+
+    def kernel(self, launch: Launch, pointers: Sequence[int], *, dependent: bool) -> Callable[[], None]:
+        """A launch on this device's stream with everything made ready."""
+        assert launch.source is not None
+        driver = self.libs.driver
+        values = (ctypes.c_void_p * len(pointers))(*pointers)
+        places = (ctypes.c_void_p * len(pointers))(
+            *(ctypes.addressof(values) + i * ctypes.sizeof(ctypes.c_void_p) for i in range(len(pointers)))
+        )
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.geometry.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.geometry.block, 1, 1
+        config.sharedMemBytes = launch.geometry.shared
+        config.hStream = driver.CUstream(self.stream.ptr)
+        if dependent and self.dependent_launch:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        function, address, entry = self._modules[launch.source.entry], ctypes.addressof(places), launch.source.entry
+        keep = (values, places)
+
+        def call() -> None:
+            result = driver.cuLaunchKernelEx(config, function, address, 0)
+            if int(result[0]) != 0:
+                self.driver(f"launching {entry} {launch.geometry}", result)
+            assert keep
+
+        return call
+
+    def library(self, launch: Launch, pointers: Sequence[int], header: NDArray[Any]) -> Callable[[], None]:
+        """gemm_bf16, gemm_f16: c[rows, n] = a[rows, k] b[n, k]^T, operands by argument index (the header is none)."""
+        assert launch.library is not None
+        name, p = launch.library
+        if name not in ("gemm_bf16", "gemm_f16"):
+            raise DeviceError(f"{launch.op.key}: this device has no library routine {name}")
+        blas = self._cublas()
+        n, k, count = int(p["n"]), int(p["k"]), str(p.get("rows", "rows"))
+        a, b, c = (pointers[1 + int(p[x])] + int(p.get(f"{x}_offset", 0)) for x in "abc")
+        one, zero = np.ones((), np.float32), np.zeros((), np.float32)
+        kind = 14 if name == "gemm_bf16" else 2  # CUDA_R_16BF, CUDA_R_16F
+        out = {"f32": 0, "bf16": 14, "f16": 2}[str(p.get("out", "f32"))]
+
+        def call() -> None:
+            blas.setStream(self._blas, self.stream.ptr)
+            blas.gemmEx(
+                self._blas, 1, 0, n, int(header[count]), k, one.ctypes.data, b, kind, k, a, kind, k,
+                zero.ctypes.data, c, out, int(p.get("ldc", n)), 68, -1,
+            )  # fmt: skip  # 68: 32-bit float arithmetic
+
+        return call
+
+    def _cublas(self) -> Any:
+        from cupy_backends.cuda.libs import cublas
+
+        if self._blas is None:
+            self._blas = cublas.create()
+        return cublas
+
+
+def device_bytes(layout: Layout, fmt: QuantFormat, shape: Sequence[int]) -> int:
+    """Size of a matrix in the device's layout, whose rows come in runs of 16 of equal size."""
+    n, k = prod(shape[:-1]), shape[-1]
+    return _run_bytes(layout, fmt, k) * -(-n // 16) if not fmt.is_plain else fmt.nbytes((n, k))
+
+
+_RUNS: dict[tuple[str, int], int] = {}
+
+
+def _run_bytes(layout: Layout, fmt: QuantFormat, k: int) -> int:
+    key = (fmt.name, k)
+    if key not in _RUNS:
+        _RUNS[key] = layout(fmt)(np.zeros(fmt.nbytes((16, k)), np.uint8), (16, k)).nbytes
+    return _RUNS[key]
+
+
+@define(eq=False)
+class CudaExecutable:
+    """A plan bound to addresses. Captured at once unless it has library calls."""
+
+    device: CudaDevice
+    plan: Plan
+    memory: CudaMemory
+    consts: Mapping[str, NDArray[Any]]
+    header: NDArray[Any] = field(init=False)
+    step: dict[str, NDArray[Any]] = field(factory=dict)
+    _outputs: dict[str, tuple[NDArray[Any], Sym | None]] = field(factory=dict)
+    _record: Region = field(init=False)
+    _record_at: dict[str, int] = field(factory=dict)
+    _const_at: dict[str, int] = field(factory=dict)
+    _results: Region = field(init=False)
+    _calls: list[Callable[[], None]] = field(factory=list)
+    _graph: Any = None
+    _keep: list[Any] = field(factory=list)
+    _copy_in: tuple[int, int, int] = (0, 0, 0)  # destination, source, bytes
+    _copy_out: tuple[int, int, int] = (0, 0, 0)
+
+    def __attrs_post_init__(self) -> None:
+        if self.memory.arena_bytes < self.plan.arena_bytes:
+            raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {self.memory.arena_bytes}")
+        self._make_record()
+        redirect = self._make_results()
+        self._make_calls(redirect)
+        if all(launch.library is None for launch in self.plan.launches):
+            self._capture()
+
+    @property
+    def env(self) -> Env:
+        return self.plan.env
+
+    def _make_record(self) -> None:
+        """One pinned buffer and its device copy: header, then the step's inputs."""
+        cupy, at = self.device.cupy, _align(HEADER.nbytes, 16)
+        sizes = {f.name: f.type.nbytes(self.env) for f in STEP_FIELDS}
+        for name, nbytes in sizes.items():
+            self._record_at[name] = at
+            at += _align(nbytes, 16)
+        host = _pinned(cupy, at)
+        self._record = Region(cupy, at + sum(_align(np.ascontiguousarray(c).nbytes, 16) for c in self.consts.values()))
+        self._keep.append(host)
+        self.header = host[: HEADER.nbytes].view(HEADER.numpy).reshape(())
+        for f in STEP_FIELDS:
+            part = host[self._record_at[f.name] :][: sizes[f.name]]
+            self.step[f.name] = part.view(f.type.dtype.numpy).reshape(f.type.concrete(self.env))
+        self._copy_in = (self._record.pointer, host.ctypes.data, at)
+        for name, array in self.consts.items():
+            raw = np.ascontiguousarray(array)
+            self._const_at[name] = self._record.pointer + at
+            cupy.cuda.runtime.memcpy(self._record.pointer + at, raw.ctypes.data, raw.nbytes, _TO_DEVICE)
+            at += _align(raw.nbytes, 16)
+
+    def _make_results(self) -> dict[BufferRef, tuple[int, int]]:
+        """Outputs side by side, so that one copy brings them: ref -> (first launch that means the output, address).
+
+        An output's bytes in the arena belong to other values until the launches of its own node.
+        """
+        at, places, redirect = 0, {}, dict[BufferRef, tuple[int, int]]()
+        for name, (_, type) in self.plan.outputs.items():
+            places[name] = at
+            at += _align(type.nbytes(self.env), 16)
+        self._results = Region(self.device.cupy, at)
+        host = _pinned(self.device.cupy, at)
+        self._keep.append(host)
+        for name, (ref, type) in self.plan.outputs.items():
+            if ref.place is not Place.ARENA:
+                raise DeviceError(f"output {name} is {ref}, not a computed value")
+            redirect[ref] = (self._writer(ref), self._results.pointer + places[name])
+            part = host[places[name] :][: type.nbytes(self.env)]
+            first = type.shape[0] if type.shape else None
+            view = part.view(type.dtype.numpy).reshape(type.concrete(self.env))
+            self._outputs[name] = (view, first if isinstance(first, Sym) else None)
+        self._copy_out = (host.ctypes.data, self._results.pointer, at)
+        return redirect
+
+    def _writer(self, ref: BufferRef) -> int:
+        launches = self.plan.launches
+        last = max(i for i, x in enumerate(launches) if ref in x.args[x.num_inputs :])
+        while (
+            last > 0 and launches[last - 1].args == launches[last].args and launches[last - 1].op == launches[last].op
+        ):
+            last -= 1
+        return last
+
+    def _address(self, ref: BufferRef, index: int, redirect: Mapping[BufferRef, tuple[int, int]]) -> int:
+        match ref.place:
+            case Place.ARENA:
+                if ref in redirect and index >= redirect[ref][0]:
+                    return redirect[ref][1]
+                return self.memory.arena + ref.offset
+            case Place.WEIGHT:
+                return self.memory.weight_at[ref.name]
+            case Place.STATE:
+                return int(self.memory.states[ref.name].data.ptr)
+            case Place.STEP:
+                return self._record.pointer + self._record_at[ref.name]
+            case Place.CONST:
+                return self._const_at[ref.name]
+
+    def _make_calls(self, redirect: Mapping[BufferRef, tuple[int, int]]) -> None:
+        dependent = False  # the first kernel waits for the copy of the record
+        for i, launch in enumerate(self.plan.launches):
+            pointers = [self._record.pointer, *(self._address(ref, i, redirect) for ref in launch.args)]
+            if launch.source is not None:
+                self._calls.append(self.device.kernel(launch, pointers, dependent=dependent))
+                dependent = True
+            elif launch.library is not None:
+                self._calls.append(self.device.library(launch, pointers, self.header))
+                dependent = False
+            else:
+                raise DeviceError(f"{launch.op.key} has no kernel on {self.device.info.name}")
+
+    def _enqueue(self) -> None:
+        runtime, stream = self.device.cupy.cuda.runtime, self.device.stream.ptr
+        runtime.memcpyAsync(*self._copy_in, _TO_DEVICE, stream)
+        for call in self._calls:
+            call()
+        if self._copy_out[2]:
+            runtime.memcpyAsync(*self._copy_out, _TO_HOST, stream)
+
+    def _capture(self) -> None:
+        stream = self.device.stream
+        stream.begin_capture()
+        try:
+            self._enqueue()
+        finally:
+            graph = stream.end_capture()
+        self._graph = graph
+        graph.upload(stream)
+        stream.synchronize()
+
+    def start(self) -> None:
+        """Enqueue a step without waiting for it."""
+        if self._graph is not None:
+            self._graph.launch(self.device.stream)
+        else:
+            self._enqueue()
+
+    def launch(self) -> dict[str, NDArray[Any]]:
+        """Run the step that header and step arrays describe; outputs are views, valid until the next launch."""
+        try:
+            self.start()
+            self.device.stream.synchronize()
+        except self.device.cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(f"{self.device.info.name}: a step failed with {error}") from None
+        counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
+        return {
+            name: view if sym is None or sym not in counts else view[: int(self.header[counts[sym]])]
+            for name, (view, sym) in self._outputs.items()
+        }
+
+    def time(self, repeat: int) -> float:
+        """Seconds per step of `repeat` steps in a row, by the device's clock."""
+        cuda = self.device.cupy.cuda
+        start, end = cuda.Event(), cuda.Event()
+        start.record(self.device.stream)
+        for _ in range(repeat):
+            self.start()
+        end.record(self.device.stream)
+        end.synchronize()
+        return float(cuda.get_elapsed_time(start, end)) / 1e3 / repeat
+
+    def host_seconds(self, repeat: int) -> float:
+        """What starting a step costs the host, without the wait."""
+        began = time.perf_counter()
+        for _ in range(repeat):
+            self.start()
+        spent = (time.perf_counter() - began) / repeat
+        self.device.stream.synchronize()
+        return spent

@@ -1,0 +1,120 @@
+"""devices/cuda.py over a pretended GPU: placement, record, capture, results, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gpu import FakeGpu, FakePrograms
+from parity import lowering_for
+
+from ninfer.devices.cuda import CudaDevice, check_driver, cuda_info
+from ninfer.devices.cuda_sim import SimDevice, SimPrograms, sim_info
+from ninfer.devices.synthetic import Synthetic
+from ninfer.errors import DeviceError
+from ninfer.formats.quant import Packed, by_name
+from ninfer.ir.graph import Graph
+from ninfer.ir.ops.embed import embed, take_rows
+from ninfer.ir.ops.norm import rms_norm
+from ninfer.ir.ops.sample import sample
+from ninfer.ir.types import Env, TensorType
+from ninfer.routes.cuda_layout import device_layout
+
+V, H = 256, 256
+ENV = Env(rows=4, logit_rows=2, seqs=2, slots=2, pages=3, max_pages=2)
+
+
+def graph() -> Graph:
+    """Tokens to embedding to norm to draw, the hidden values being the logits."""
+    g = Graph()
+    x = embed(g, g.step["tokens"], g.matrix("table", (V, H), by_name("q8_0")))
+    x = rms_norm(g, x, g.weight("norm", TensorType((H,))), eps=1e-6)
+    sample(g, take_rows(g, x, g.step["logit_rows"]), domain=V)
+    return g
+
+
+def weights() -> dict[str, Any]:
+    rng, fmt = np.random.default_rng(1), by_name("q8_0")
+    table = Packed(fmt, fmt.pack(rng.standard_normal((V, H)).astype(np.float32)), (V, H))
+    return {"table": table, "norm": rng.standard_normal(H).astype(np.float32)}
+
+
+def device(gpu: FakeGpu, sim: SimPrograms) -> CudaDevice:
+    return CudaDevice(gpu.libs, cuda_info(gpu.libs), FakePrograms(gpu, sim), device_layout)  # type: ignore[arg-type]
+
+
+def executable(device: Any, weights: dict[str, Any]) -> Any:
+    g = graph()
+    plan = lowering_for(sim_info()).lower(g, ENV)
+    states = {name: value.type for name, value in g.states.items()}
+    memory = device.memory(weights, states, ENV, plan.arena_bytes)
+    return device.bind(plan, memory, {}, device.compile([plan]))
+
+
+def fill(executable: Any, tokens: list[int]) -> None:
+    step, header = executable.step, executable.header
+    step["tokens"][: len(tokens)] = tokens
+    step["logit_rows"][:2] = [0, len(tokens) - 1]
+    header["rows"], header["seqs"], header["logit_rows"] = len(tokens), 1, 2
+
+
+def test_a_captured_plan_gives_what_the_simulation_gives_step_after_step(sim_programs: SimPrograms) -> None:
+    gpu, w = FakeGpu(), weights()
+    ours, theirs = executable(device(gpu, sim_programs), w), executable(SimDevice(sim_programs, device_layout), w)
+    for tokens in ([3, 7], [200, 1, 255], [9]):
+        results = []
+        for e in (ours, theirs):
+            fill(e, tokens)
+            results.append({k: v.copy() for k, v in e.launch().items()})
+        assert results[0].keys() == {"token", "logprob", "top"}
+        assert (results[0]["token"] == results[1]["token"]).all() and len(results[0]["token"]) == 2
+
+
+def test_only_the_first_kernel_waits_for_the_copy_of_the_record(sim_programs: SimPrograms) -> None:
+    gpu = FakeGpu()
+    executable(device(gpu, sim_programs), weights())
+    assert gpu.dependent[0] is False and all(gpu.dependent[1:]) and len(gpu.dependent) > 4
+
+
+def test_states_are_zero_and_can_be_written_and_read(sim_programs: SimPrograms) -> None:
+    e = executable(device(FakeGpu(), sim_programs), weights())
+    assert not e.memory.read_state("counts", slice(None)).any()
+    e.memory.write_state("page_table", (1, slice(0, 2)), np.array([5, 6], np.int32))
+    assert e.memory.read_state("page_table", 1).tolist() == [5, 6]
+    e.memory.write_state("bias", 1, np.arange(V, dtype=np.float32))
+    assert e.memory.read_state("bias", 1)[7] == 7 and e.memory.read_state("bias", 0)[7] == 0
+
+
+def test_synthetic_weights_are_the_tile_over_and_over(sim_programs: SimPrograms) -> None:
+    fmt = by_name("q4_g64")
+    w = {n: Synthetic(fmt, (600, 128), seed) for n, seed in (("a", 0), ("b", 3))}
+    d = device(FakeGpu(), sim_programs)
+    memory = d.memory(w, {}, ENV, 256)
+    raw = device_layout(fmt)(w["a"].tile().raw, (256, 128))
+    run = raw.nbytes // 16
+    for name, turn in (("a", 0), ("b", 3)):
+        at = memory.weight_at[name]
+        got = np.frombuffer((np.ctypeslib.ctypes.c_char * (38 * run)).from_address(at), np.uint8).reshape(38, run)
+        want = raw.reshape(16, run)[(np.arange(38) + turn) % 16]
+        assert (got == want).all()
+
+
+def test_too_little_memory_says_what_would_fit(sim_programs: SimPrograms) -> None:
+    d = device(FakeGpu(free_bytes=1 << 28), sim_programs)
+    with pytest.raises(DeviceError, match=r"0\.2 GiB free, but .* needed .*--quantize"):
+        d.memory(weights(), {}, ENV, 4 << 20)
+    kv = {"kv.0": TensorType((1 << 20, 1024))}
+    with pytest.raises(DeviceError, match=r"lower --kv-capacity .* to \d+%"):
+        device(FakeGpu(free_bytes=3 << 30), sim_programs).memory({}, kv, ENV, 256)
+
+
+def test_an_old_driver_is_named() -> None:
+    with pytest.raises(DeviceError, match=r"supports CUDA 12\.4.*NVRTC 13\.5.*cuda12"):
+        check_driver(12040, "13.5")
+    check_driver(13000, "13.5")
+
+
+def test_an_old_card_is_refused() -> None:
+    with pytest.raises(DeviceError, match="sm_70"):
+        cuda_info(FakeGpu(major=7).libs)
