@@ -157,7 +157,7 @@ def _bodies(o: Operands, rows: int, warps: int, span: int, blocks: int, ga: int,
         names = f"{fmt.name}: " + ", ".join(f"{w.arg} [{w.n}, {o.k}]" for w in weights)
         if layout.tiled:
             tiling = layout.tiling(o.k)
-            prefix = f"tile_{fmt.name}_{tiling.slices}_{ga}_{rows}"
+            prefix = f"Tile_{fmt.name}_{tiling.slices}"
             sums = min(tiling.group, ga, SLICE) if tiling.m_kind else 0
             bodies.append(Body(prefix, tiling, "", tuple(weights), tiles, unit, tiling.num_tiles, span,
                                span * tiling.tile_bytes, sums, 0, 0, comment=names))  # fmt: skip
