@@ -9,8 +9,9 @@ from typing import Any
 from ninfer.errors import BadRequest
 
 # Keywords that the grammar compiler accepts and does not enforce.
-IGNORED = frozenset(
-    ["uniqueItems", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "contains", "minContains", "maxContains", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"]
+IGNORED = (
+    *("uniqueItems", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "contains", "propertyNames"),
+    *("minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
 )
 MAX_DEPTH = 64
 
@@ -28,8 +29,8 @@ def _walk(schema: Any, path: str, depth: int) -> None:
         raise _refused(path, "must be a schema: an object, true or false")
     if depth > MAX_DEPTH:
         raise _refused(path, "is nested too deeply")
-    for key in schema:
-        if key in IGNORED and schema[key] not in (False, None):
+    for key in IGNORED:
+        if schema.get(key) not in (False, None):
             raise _refused(f"{path}.{key}", "cannot be enforced; leave it out")
     reference = schema.get("$ref")
     if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
