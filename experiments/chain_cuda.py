@@ -244,16 +244,15 @@ def neighbours(kernel: str, t: Mapping[str, int]) -> Iterable[dict[str, int]]:
 
 
 def full(t: Mapping[str, int], units: int) -> dict[str, int]:
-    return {**{k: v for k, v in t.items() if k != "per"}, "blocks": t["per"] * units}
+    return {**{k: v for k, v in t.items() if k != "per"}, "blocks": t["per"] * units, "limit": 227 // t["per"]}
 
 
 def fitted(gpu: Gpu, op: Op, types: Types, rows: int, t: Mapping[str, int]) -> tuple[Source, Geometry]:
-    """With fewer stages where shared memory is short.   Raises ValueError where two do not fit."""
-    for stages in range(t["stages"], 1, -1):
-        source, g = rendered(gpu, op, types, rows, full({**t, "stages": stages}, gpu.units))
-        if g.shared <= gpu.shared_limit:
-            return source, g
-    raise ValueError(f"{g.shared} bytes of shared memory")
+    """Raises ValueError where shared memory does not suffice."""
+    source, g = rendered(gpu, op, types, rows, full(t, gpu.units))
+    if g.shared > gpu.shared_limit:
+        raise ValueError(f"{g.shared} bytes of shared memory")
+    return source, g
 
 
 class Chain:

@@ -137,7 +137,7 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     return True
 
 
-def _bodies(o: Operands, rows: int, warps: int, span: int, blocks: int, ga: int, batch: int) -> tuple[Body, ...]:
+def _bodies(o: Operands, warps: int, span: int, blocks: int, ga: int, batch: int) -> tuple[Body, ...]:
     """One body per format, blocks shared out in proportion to bytes."""
     groups: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
     for i, t in o.weights:
@@ -183,17 +183,28 @@ def _share(bodies: Sequence[Body], blocks: int) -> tuple[Body, ...]:
 def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     """All that the template and the geometry of the streaming kernel need.
 
-    tuning: warps, stages of span tiles, blocks (in all), bulk (1: sm_90's copy engine), resident (blocks per
-    multiprocessor that the registers allow for), group (columns per activation scale, where the route quantises).
+    tuning: warps, stages of span tiles (fewer where shared memory is short), blocks (in all), bulk (1: sm_90's copy
+    engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB of shared memory), group
+    (columns per activation scale, where the route quantises).
     """
+    limit = tuning.get("limit", 227) << 10
+    for stages in range(tuning["stages"], 1, -1):
+        context = _stream(op, types, env, tuning, stages)
+        if context["at"].end <= limit:
+            break
+    return context
+
+
+def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict[str, Any]:
     o = operands(op, types)
-    rows = env[o.x.shape[0]] if not isinstance(o.x.shape[0], int) else o.x.shape[0]
+    rows = _rows(o, env)
     nt = -(-rows // 8)
-    warps, stages = tuning["warps"], tuning["stages"]
+    warps = tuning["warps"]
     ga = o.packed or tuning.get("group", 64)
     batch = o.quant // 8 if o.swiglu and o.quant else 4 if rows <= 2 else 2
     halves = 2 if rows <= 4 else 1  # of the buffer of partial sums; one half costs a second barrier per batch
-    bodies = _bodies(o, rows, warps, tuning.get("span", 1), tuning["blocks"], ga, batch)
+    span, blocks = tuning.get("span", 1), tuning["blocks"]
+    bodies = _bodies(o, warps, span, blocks, ga, batch)
     threads = 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
@@ -205,8 +216,9 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
         offsets[name] = at
         at += align_up(nbytes, 128)
 
-    place("ring", max(warps * stages * b.stage_bytes for b in bodies))
-    place("x", rows * max(max(2 * b.x_stride, 0) if b.tiling is None else x_stride for b in bodies))
+    ring = max(warps * stages * b.stage_bytes for b in bodies)
+    place("ring", ring)  # bodies of plain formats have none: their activations, two bytes each, begin here
+    place("x", max([rows * x_stride] + [rows * 2 * b.x_stride - align_up(ring, 128) for b in bodies]))
     place("xd", kp // ga * 8 * nt * 4)
     place("xs", max((kp // s * 8 * nt * 4 for s in sums), default=0))
     place("red", halves * batch * warps * 16 * rows * 4)
@@ -214,34 +226,55 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     place("inverse", rows * 4 if o.norm is not None else 0)
     place("bars", warps * stages * 8)
     n_out = o.weights[0][1].shape[0]
-    num_inputs = max([i for i, _ in o.weights] + [o.residual or 0]) + 1
-    num_outs = 1 if o.swiglu else len(o.weights)
-    names = [f"const {'u8' if t.fmt or t.dtype.bits == 8 else 'f32'}* a{i}" for i, t in enumerate(types[:num_inputs])]
-    if o.quant:
-        names += ["u8* y0", "f32* y1"]
-    else:
-        names += [f"f32* y{i}" for i in range(num_outs)]
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
-        "halves": halves,
-        "bodies": bodies, "blocks": sum(b.blocks for b in bodies), "at": Places(**offsets, end=at),
+        "halves": halves, "bodies": bodies, "blocks": sum(b.blocks for b in bodies), "at": Places(**offsets, end=at),
         "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
         "residual": "" if o.residual is None else f"a{o.residual}",
         "swiglu": o.swiglu, "quant": o.quant, "y_codes": "y0", "y_scale": "y1",
-        "parameters": ", ".join(names),
+        "parameters": _names(o, types),
     }  # fmt: skip
+
+
+def _rows(o: Operands, env: Env) -> int:
+    first = o.x.shape[0]
+    return first if isinstance(first, int) else env[first]
+
+
+def _names(o: Operands, types: Types) -> str:
+    """C parameters: inputs, then outputs."""
+    num_inputs = max([i for i, _ in o.weights] + [o.residual or 0]) + 1
+    names = [f"const {'u8' if t.fmt or t.dtype.bits == 8 else 'f32'}* a{i}" for i, t in enumerate(types[:num_inputs])]
+    if o.quant:
+        return ", ".join([*names, "u8* y0", "f32* y1"])
+    return ", ".join([*names, *(f"f32* y{i}" for i in range(1 if o.swiglu else len(o.weights)))])
+
+
+def exact(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
+    o = operands(op, types)
+    rows, warps = _rows(o, env), tuning["warps"]
+    bodies, at = [], 0
+    for b in _bodies(o, warps, 1, 1, SLICE, 2):
+        n = b.tiles // (2 if o.swiglu else 1)
+        bodies.append(evolve(b, first_block=at, blocks=n))
+        at += n
+    return {
+        "TB": min(rows, 8), "T": rows, "K": o.k, "warps": warps, "bodies": tuple(bodies), "blocks": at, "x": "a0",
+        "swiglu": o.swiglu, "residual": "" if o.residual is None else f"a{o.residual}", "parameters": _names(o, types),
+    }  # fmt: skip
+
+
+def _exact_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    c = exact(op, types, env, tuning)
+    return Geometry((c["blocks"], -(-c["T"] // c["TB"]), 1), 32 * tuning["warps"])
 
 
 def stream_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
     c = stream(op, types, env, tuning)
-    return Geometry((c["blocks"], 1, 1), 32 * tuning["warps"], c["at"].end)
-
-
-def _stream_context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return stream(op, types, env, tuning)
+    return Geometry((c["blocks"], 1, 1), 32 * c["warps"], c["at"].end)
 
 
 def _quantize_threads(k: int) -> int:
