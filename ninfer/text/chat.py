@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ninfer.errors import ArtifactError, BadRequest
 
 THINK, END_THINK = "<think>", "</think>"
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 PROBE = ({"role": "user", "content": "hi"},)
 
 
@@ -96,6 +97,34 @@ class ChatTemplate:
     def knows_thinking(self) -> bool:
         """Whether replies may hold a <think> block."""
         return THINK in self.source
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the prompt says which tools there are."""
+        tool = {"type": "function", "function": {"name": "probe_name", "description": "", "parameters": {}}}
+        try:
+            return "probe_name" in self.render(PROBE, tools=[tool])
+        except BadRequest:
+            return False
+
+    def nearest_effort(self, effort: str) -> str:
+        """The reasoning effort that the template accepts and that is nearest to the one asked for; ties go up."""
+        if effort not in EFFORTS:
+            return effort
+        at = EFFORTS.index(effort)
+        order = sorted(EFFORTS, key=lambda e: (abs(EFFORTS.index(e) - at), -EFFORTS.index(e)))
+        return next((e for e in order if e in self._efforts), effort)
+
+    @cached_property
+    def _efforts(self) -> frozenset[str]:
+        found = set()
+        for effort in EFFORTS:
+            try:
+                self.render(PROBE, reasoning_effort=effort, enable_thinking=True)
+                found.add(effort)
+            except BadRequest:
+                continue
+        return frozenset(found)
 
     @cached_property
     def call_style(self) -> CallStyle | None:

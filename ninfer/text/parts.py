@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from attrs import frozen
@@ -42,3 +43,19 @@ class CallEnd:
 
 
 Part: TypeAlias = Text | Reasoning | CallBegin | CallArguments | CallEnd
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Neighbours of one kind as one."""
+    out: list[Part] = []
+    for part in parts:
+        match out[-1] if out else None, part:
+            case Text(a), Text(b):
+                out[-1] = Text(a + b)
+            case Reasoning(a), Reasoning(b):
+                out[-1] = Reasoning(a + b)
+            case CallArguments(i, a), CallArguments(j, b) if i == j:
+                out[-1] = CallArguments(i, a + b)
+            case _:
+                out.append(part)
+    return out

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Reasoning, Text
+from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Reasoning, Text, joined
 from ninfer.text.reasoning import ReasoningSplit
 from ninfer.text.tools import ToolParser
 
@@ -36,21 +36,6 @@ def parse(text: str, cuts: list[int] | None = None, *, complete: bool = True, **
     for begin, end in zip([0, *(cuts or [])], [*(cuts or []), len(text)], strict=True):
         parts += parser.feed(text[begin:end])
     return joined(parts + parser.finish(complete=complete))
-
-
-def joined(parts: list[Part]) -> list[Part]:
-    out: list[Part] = []
-    for part in parts:
-        match out[-1] if out else None, part:
-            case Text(a), Text(b):
-                out[-1] = Text(a + b)
-            case Reasoning(a), Reasoning(b):
-                out[-1] = Reasoning(a + b)
-            case CallArguments(i, a), CallArguments(j, b) if i == j:
-                out[-1] = CallArguments(i, a + b)
-            case _:
-                out.append(part)
-    return out
 
 
 def calls(parts: list[Part]) -> list[tuple[str, Any]]:
