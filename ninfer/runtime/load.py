@@ -71,7 +71,7 @@ class Model:
     family: Family
     spec: ModelSpec
     kv: KVFormat
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
 
     def graph(self, mode: str) -> Graph:
         return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode)
@@ -93,18 +93,21 @@ class Loaded:
     explain: Callable[[], str]
 
 
-def open_model(config: EngineConfig, report: Report = no_report) -> Model:
+def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_needed: bool = True) -> Model:
     """Find the file, open it, know its family. Raises ArtifactError or UsageError."""
     path = demo_path(cache_dir()) if config.model == "demo" else Path(config.model)
     artifact: Artifact = open_artifact(path)
     family, spec = identify(artifact.config)
-    tokenizer = Tokenizer.from_artifact(artifact)
+    tokenizer = None
+    if tokenizer_needed or artifact.tokenizer_source is not None:
+        tokenizer = Tokenizer.from_artifact(artifact)
+        spec = spec.with_domain(tokenizer.vocab_size)
     if config.quantize:
         artifact = quantize(artifact, config.quantize)
     report("model", f"{family.name}  {spec.summary}")
     report("weights", artifact.summary())
     kv = kv_by_name(config.kv_dtype)
-    return Model(artifact, family, spec.with_domain(tokenizer.vocab_size), kv, tokenizer)
+    return Model(artifact, family, spec, kv, tokenizer)
 
 
 def cpu_device(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> CpuDevice:
@@ -136,6 +139,7 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
     """Everything up to the first step.   Raises StartupError subclasses with one clear line."""
     started = time.perf_counter()
     model = open_model(config, report)
+    assert model.tokenizer is not None
     device = cpu_device(config, report, progress)
     if config.device_profile == "calibrate":
         info, result = calibrate_model(config, progress=lambda done, total, what: progress("calibrating", done, total))
@@ -163,10 +167,12 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
     )
 
 
-def load_scorer(config: EngineConfig, mode: str = "score") -> tuple[Scorer, Model, Limits]:
+def load_scorer(
+    config: EngineConfig, mode: str = "score", *, tokenizer_needed: bool = True
+) -> tuple[Scorer, Model, Limits]:
     """A plan that gives log-probabilities ("score") or logits ("logits") of every row, for one sequence."""
     config = attrs.evolve(config, max_concurrency=1)
-    model = open_model(config)
+    model = open_model(config, tokenizer_needed=tokenizer_needed)
     device = cpu_device(config)
     graph = model.graph(mode)
     weights = model.weights(graph)
@@ -249,7 +255,9 @@ def _chat_template(model: Model, config: EngineConfig) -> ChatTemplate | None:
             raise ArtifactError(f"--chat-template {config.chat_template}: {error}") from None
     if source is None:
         return None
-    bos = model.tokenizer.token_text(model.tokenizer.bos_id) if model.tokenizer.bos_id is not None else None
-    eos = [t for i in sorted(_eos_ids(model)) if (t := model.tokenizer.token_text(i)) is not None]
+    t = model.tokenizer
+    assert t is not None
+    bos = t.token_text(t.bos_id) if t.bos_id is not None else None
+    eos = [text for i in sorted(_eos_ids(model)) if (text := t.token_text(i)) is not None]
     specials = {"bos_token": bos or "", **({"eos_token": eos[0]} if eos else {})}
     return ChatTemplate(source, specials)

@@ -1,0 +1,112 @@
+"""The same models through the whole compiler: plans of this CPU's kernels instead of references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import DATA, TINY_GGUF, oracle, part, tiny_cases
+from numpy.typing import NDArray
+
+from models.test_greedy import equal_steps, generate, smollm2_reference
+from ninfer.config import EngineConfig
+from ninfer.runtime.batch import ModelRunner
+from ninfer.runtime.load import load, load_scorer, open_model
+from ninfer.runtime.perplexity import score_text
+from ninfer.runtime.runner import CompiledRunner, Scorer
+
+ATOL = 1e-4  # float32 sums in another order; hidden values reach 10, logits 40
+
+
+def sampler(path: Path | str, **changes: Any) -> ModelRunner:
+    runner = load(
+        EngineConfig(**{"model": str(path), "max_context": 512, "kv_dtype": "f32", "device": "cpu", **changes})
+    )
+    assert isinstance(runner.runner, CompiledRunner)
+    each = runner.runner.limits.max_pages
+    for slot in range(runner.runner.limits.slots):
+        runner.runner.set_pages(slot, 0, range(slot * each, (slot + 1) * each))
+    return runner.runner
+
+
+def logits_of(name: str) -> Scorer:
+    # The checkpoints have no tokenizer, which a command asks for; a test does not.
+    from ninfer.runtime import load as loading
+
+    config = EngineConfig(model=str(DATA / name), max_context=256, kv_dtype="f32", device="cpu", prefill_chunk=256)
+    return loading.load_scorer(config, "logits", tokenizer_needed=False)[0]
+
+
+def outputs(scorer: Scorer, seqs: Sequence[Any]) -> NDArray[np.float32]:
+    scorer.executable.memory.write_state("page_table", (0, slice(None)), np.arange(4, dtype=np.int32))
+    return np.array(scorer(seqs)["logits"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_dense", "qwen3_5_dense_hd256", "qwen3_5_dense.gguf"])
+def test_prefill_and_single_steps_give_the_oracles_logits(name: str) -> None:
+    want = oracle(name.removesuffix(".gguf"))
+    ids, n = want["input_ids"], int(want["prefill_len"])
+    scorer = logits_of(name)
+    np.testing.assert_allclose(outputs(scorer, [part(ids)]), want["logits"], rtol=0, atol=ATOL)
+    assert outputs(scorer, [part(ids[:n])]).shape[0] == n
+    for i, token in enumerate([*ids[n:].tolist(), *want["greedy_ids"].tolist()]):
+        logits = outputs(scorer, [part([token], n + i)])
+        np.testing.assert_allclose(logits[0], want["step_logits"][i], rtol=0, atol=ATOL, err_msg=f"position {n + i}")
+
+
+@pytest.mark.parametrize("cuts", [[1], [63, 64], [50, 51, 149]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_dense_hd256"])
+def test_chunks_of_any_size_are_one_prefill(name: str, cuts: list[int]) -> None:
+    want = oracle(name)
+    ids, scorer = want["long_ids"], logits_of(name)
+    parts = [outputs(scorer, [part(ids[a:b], a)]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    np.testing.assert_allclose(np.concatenate(parts)[-8:], want["long_logits_tail"], rtol=0, atol=ATOL)
+
+
+def test_tiny_qwen35_writes_the_reference_texts() -> None:
+    cases = tiny_cases()
+    runner = sampler(TINY_GGUF, max_concurrency=len(cases))
+    texts = generate(runner, [c["prompt_ids"] for c in cases], [len(c["greedy_ids"]) for c in cases])
+    whole = 0
+    for case, text in zip(cases, texts, strict=True):
+        n, best = equal_steps(text, case["greedy_ids"]), case["top5_logprobs"]
+        whole += n == len(case["greedy_ids"])
+        # The reference has bf16 weights, the file six-bit ones: log-probabilities move by up to 0.7.
+        assert n == len(case["greedy_ids"]) or best[n][0] - best[n][1] < 0.5, f"{case['prompt']!r} parts at step {n}"
+    assert whole >= 8
+
+
+def test_smollm2_writes_the_exact_texts_to_the_first_near_tie() -> None:
+    reference, exact = smollm2_reference()
+    runner = sampler("demo", max_concurrency=5)
+    texts = generate(runner, [run["prompt_ids"] for run in reference["runs"]], [64] * 5)
+    for i, text in enumerate(texts):
+        ids = exact["greedy_ids"][i].tolist()
+        n = equal_steps(text, ids)
+        assert n == len(ids) or exact["greedy_gap"][i][n] < 5e-3, f"prompt {i} parts at step {n}"
+        for step in range(min(n, 8)):
+            want = dict(zip(exact["top_ids"][i, step].tolist(), exact["top_logprobs"][i, step].tolist(), strict=True))
+            for token, logprob in text[step].top:
+                assert abs(logprob - want[token]) < 2e-3
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "bf16"])
+def test_smollm2_has_the_exact_perplexity(kv_dtype: str) -> None:
+    reference, exact = smollm2_reference()
+    config = EngineConfig(model="demo", max_context=2048, kv_dtype=kv_dtype, device="cpu")
+    scorer, _, limits = load_scorer(config)
+    score = score_text(scorer, limits, reference["text_ids"])
+    assert len(score.nll) == reference["scored_tokens"]
+    assert abs(score.perplexity - reference["float32_perplexity"]) < 0.02
+    if kv_dtype == "f32":
+        np.testing.assert_allclose(score.nll, exact["text_nll"], rtol=0, atol=5e-3)
+
+
+def test_a_folder_without_a_tokenizer_is_refused() -> None:
+    from ninfer.errors import ArtifactError
+
+    with pytest.raises(ArtifactError, match=r"llama.*tokenizer"):
+        open_model(EngineConfig(model=str(DATA / "llama")))
