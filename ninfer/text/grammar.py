@@ -13,12 +13,11 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 from attrs import field, frozen
-from numpy.typing import NDArray
 
 from ninfer.errors import BadRequest
 from ninfer.text.chat import CallStyle
@@ -128,7 +127,7 @@ class Matcher:
     def __init__(self, native: Any) -> None:
         self._native = native
 
-    def fill(self, row: NDArray[np.int32]) -> bool:
+    def fill(self, row: Any) -> bool:
         """row: int32 [ceil(V/32)], 1 for an allowed token."""
         if self._native.is_terminated():
             return False
@@ -150,7 +149,7 @@ class AfterReasoning:
         self._breaks = breaks
         self._log: list[str] = []  # what each token was: reasoning, close, break or format
 
-    def fill(self, row: NDArray[np.int32]) -> bool:
+    def fill(self, row: Any) -> bool:
         if "close" not in self._log[-MAX_BREAKS - 1 :] and "format" not in self._log[-1:]:
             return False
         masked = self._matcher.fill(row)
@@ -252,6 +251,6 @@ def _hollow(name: str) -> None:
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations is not None
     module = types.ModuleType(name)
-    module.__path__: Sequence[str] = list(spec.submodule_search_locations)  # type: ignore[misc]
+    module.__path__ = list(spec.submodule_search_locations)
     module.__spec__, module.__package__ = spec, name
     sys.modules[name] = module
