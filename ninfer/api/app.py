@@ -1,0 +1,114 @@
+"""The application: routes, keys, limits, and how errors are told."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from litestar import Litestar, Request, Response, post
+from litestar.config.cors import CORSConfig
+from litestar.connection import ASGIConnection
+from litestar.datastructures import MutableScopeHeaders
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from litestar.types import Guard, Message, Scope
+
+from ninfer.api import openai_chat
+from ninfer.api.errors import Dialect, Unauthorized, handle
+from ninfer.api.fields import decode
+from ninfer.api.generate import Head, Parse, frames, whole
+from ninfer.api.serving import Serving
+from ninfer.api.sse import stream, unless_gone
+from ninfer.config import ServeConfig
+from ninfer.runtime.load import Loaded
+from ninfer.runtime.request import EngineClient
+
+Any_Request = Request[Any, Any, Any]
+
+GENERATION: tuple[tuple[tuple[str, ...], Parse], ...] = (
+    (("/v1/chat/completions", "/v1/v1/chat/completions", "/chat/completions"), openai_chat.parse),
+)
+
+
+def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Litestar:
+    """The application of one model around the client of its engine."""
+    serving = Serving(
+        client=client,
+        tokenizer=loaded.tokenizer,
+        chat_template=loaded.chat_template,
+        model_id=loaded.model_id,
+        eos_ids=loaded.eos_ids,
+        generation_config=loaded.generation_config,
+        defaults=config.defaults,
+        max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
+        started=int(time.time()),
+    )
+    return application(serving, config)
+
+
+def application(serving: Serving, config: ServeConfig) -> Litestar:
+    generating = [_generation(serving, paths, parse) for paths, parse in GENERATION]
+    keys = config.all_api_keys()
+    return Litestar(
+        [*generating],
+        guards=[_key_guard(keys)] if keys else [],
+        exception_handlers={Exception: handle},
+        cors_config=_cors() if config.cors else None,
+        before_send=[_identify],
+        request_max_body_size=config.max_request_mib << 20,
+        openapi_config=None,
+        logging_config=None,
+    )
+
+
+def _generation(serving: Serving, paths: Sequence[str], parse: Parse) -> HTTPRouteHandler:
+    @post(list(paths), status_code=200)
+    async def generate(request: Any_Request) -> Response[Any]:
+        body = decode(await request.body())
+        head = Head(id=secrets.token_hex(8), created=int(time.time()), model=serving.model_id)
+        ask, teller = parse(body, head)
+        if ask.stream:
+            return await stream(request, frames(serving, ask, teller, head.id))
+        return Response(await unless_gone(request, whole(serving, ask, teller, head.id)))
+
+    return generate
+
+
+def _key_guard(keys: Sequence[str]) -> Guard:
+    """Handlers with opt public=True need no key."""
+    valid = [key.encode() for key in keys]
+
+    def guard(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        if handler.opt.get("public"):
+            return
+        scheme, _, token = connection.headers.get("authorization", "").strip().partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else connection.headers.get("x-api-key", "").strip()
+        matches = [hmac.compare_digest(given.encode(), key) for key in valid]  # all of them, in constant time
+        if not any(matches):
+            raise Unauthorized("missing or invalid API key; send it as Authorization: Bearer KEY or as x-api-key")
+
+    return guard
+
+
+def _cors() -> CORSConfig:
+    return CORSConfig(
+        allow_origins=["*"],
+        allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
+        expose_headers=["x-request-id", "request-id"],
+    )
+
+
+async def _identify(message: Message, scope: Scope) -> None:
+    """A request id on every response, under the name that the dialect's client looks for."""
+    if message["type"] == "http.response.start":
+        anthropic = Dialect.of(scope["path"]) is Dialect.ANTHROPIC
+        headers = MutableScopeHeaders.from_message(message)
+        headers["request-id" if anthropic else "x-request-id"] = request_id(scope)
+
+
+def request_id(scope: Scope) -> str:
+    state: dict[str, Any] = scope["state"]
+    found: str = state.setdefault("request_id", f"req_{secrets.token_hex(8)}")
+    return found

@@ -1,0 +1,215 @@
+"""What several dialects read or tell in the same words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ninfer.api.fields import Value, boolean, choice, integer, number, text
+from ninfer.api.generate import Chat, Plain, Tally
+from ninfer.runtime.request import Timings
+
+MAX_STOPS = 32
+MAX_LOGPROBS = 20
+
+_PENALTY = number(-2, 2)
+_SAMPLING = {
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
+    "top_k": integer(-1),
+    "min_p": number(0, 1),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": number(0.01, 10),
+    "seed": integer(-(2**63), 2**64 - 1),
+}
+
+
+def sampling(body: Value) -> dict[str, Any]:
+    """The sampling fields that the body names, as fields of Sampling."""
+    found: dict[str, Any] = {name: read(body[name]) for name, read in _SAMPLING.items() if body[name].given}
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])  # -1: all, as 0
+    if body["logit_bias"].given:
+        found["logit_bias"] = logit_bias(body["logit_bias"])
+    return found
+
+
+def logit_bias(value: Value) -> dict[int, float]:
+    """{"id": bias}"""
+    found = {}
+    for id in value.object():
+        if not id.isascii() or not id.isdecimal():
+            raise value.refused(f"its keys are token ids, and {id[:20]!r} is none")
+        found[int(id)] = number(-100, 100)(value[id])
+    return found
+
+
+def stops(value: Value) -> tuple[str, ...]:
+    """A string, or an array of strings."""
+    if not value.given:
+        return ()
+    if isinstance(value.raw, str):
+        return (_stop(value),)
+    found = tuple(_stop(v) for v in value.items())
+    if len(found) > MAX_STOPS:
+        raise value.refused(f"{len(found)} stop strings, and at most {MAX_STOPS} are served")
+    return found
+
+
+def _stop(value: Value) -> str:
+    if value.raw == "":
+        raise value.wrong("a string of at least one character")
+    return text(value)
+
+
+def plain(value: Value) -> Plain:
+    """A prompt without a template: a string, or an array of token ids and strings."""
+    if isinstance(value.raw, str):
+        return Plain(pieces=(value.raw,))
+    return Plain(pieces=tuple(v.raw if isinstance(v.raw, str) else integer(0, 2**31)(v) for v in value.items()))
+
+
+def plains(value: Value) -> tuple[Plain, ...]:
+    """One prompt, or several: an array with a number in it is one."""
+    raw = value.raw
+    if isinstance(raw, list) and raw and all(isinstance(item, str | list) for item in raw):
+        return tuple(plain(item) for item in value.items())
+    if not isinstance(raw, str | list):
+        raise value.wrong("a string, or an array of strings or of token ids")
+    return (plain(value),)
+
+
+# Messages
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def chat(body: Value) -> Chat:
+    """The messages, tools and template options of a body with OpenAI's messages."""
+    messages = tuple(_message(m) for m in body["messages"].items())
+    if not messages:
+        raise body["messages"].wrong("at least one message")
+    tools = tuple(_tool(t) for t in body["tools"].items()) if body["tools"].given else ()
+    return Chat(messages=messages, tools=tools, options=_options(body))
+
+
+def _message(value: Value) -> dict[str, Any]:
+    role = choice(*_ROLES)(value["role"])
+    found: dict[str, Any] = {"role": role, "content": _content(value["content"], role)}
+    for name in ("reasoning_content", "name", "tool_call_id"):
+        if value[name].given:
+            found[name] = text(value[name])
+    if "reasoning_content" not in found and value["reasoning"].given:
+        found["reasoning_content"] = text(value["reasoning"])
+    if value["tool_calls"].given and value["tool_calls"].raw:
+        found["tool_calls"] = [_tool_call(c) for c in value["tool_calls"].items()]
+    return found
+
+
+def _content(value: Value, role: str) -> str:
+    if not value.given and role == "assistant":
+        return ""
+    if isinstance(value.raw, str):
+        return value.raw
+    if not isinstance(value.raw, list):
+        raise value.wrong("a string or an array of parts")
+    return "".join(_part(p, role) for p in value.items())
+
+
+def _part(value: Value, role: str) -> str:
+    kind = text(value["type"])
+    if kind == "text":
+        return text(value["text"])
+    if kind == "refusal" and role == "assistant":
+        return text(value["refusal"])
+    raise value["type"].refused(f"this model reads parts of type text, not {kind[:20]!r}", code="content_not_supported")
+
+
+def _tool_call(value: Value) -> dict[str, Any]:
+    """Templates want the arguments as an object."""
+    function = value["function"]
+    given = function["arguments"]
+    arguments: Any = given.raw or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise given.wrong("the JSON text of an object") from None
+    if not isinstance(arguments, dict):
+        raise given.wrong("the JSON text of an object")
+    called = {"name": text(function["name"]), "arguments": arguments}
+    return {"id": value["id"].maybe(text), "type": "function", "function": called}
+
+
+def _tool(value: Value) -> Mapping[str, Any]:
+    text(value["type"])
+    text(value["function"]["name"])
+    if value["function"]["parameters"].given:
+        value["function"]["parameters"].object()
+    return value.object()
+
+
+_THINKING = ("enable_thinking", "preserve_thinking")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _options(body: Value) -> dict[str, Any]:
+    """chat_template_kwargs, and the typed fields that mean the same."""
+    kwargs = body["chat_template_kwargs"]
+    found = {k: v for k, v in kwargs.object().items() if v is not None} if kwargs.given else {}
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in found:
+            raise kwargs[name].refused("the request sets this itself")
+    effort = body["reasoning_effort"].maybe(choice("auto", "default", *_EFFORTS))
+    if effort == "none":
+        found.setdefault("enable_thinking", False)
+    elif effort in _EFFORTS:
+        found.setdefault("reasoning_effort", effort)
+    for name in _THINKING:
+        if name in found:
+            boolean(kwargs[name])
+        if body[name].given:
+            found[name] = boolean(body[name])
+    return found
+
+
+# What is told
+
+
+def usage(tally: Tally) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    t = tally.timings
+    return {
+        "prompt_tokens": t.num_prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": t.num_cached_tokens},
+        "completion_tokens": t.num_generated_tokens,
+        "completion_tokens_details": {"reasoning_tokens": tally.num_reasoning_tokens},
+        "total_tokens": t.num_prompt_tokens + t.num_generated_tokens,
+    }
+
+
+def timings(t: Timings) -> dict[str, Any]:
+    """llama.cpp's timings object. Decode speed counts the intervals between tokens."""
+    prompt_n = t.num_prompt_tokens - t.num_cached_tokens
+    intervals = max(0, t.num_generated_tokens - 1)
+    found: dict[str, Any] = {
+        "cache_n": t.num_cached_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": t.prefill_s * 1e3,
+        "prompt_per_token_ms": _ratio(t.prefill_s * 1e3, prompt_n),
+        "prompt_per_second": _ratio(prompt_n, t.prefill_s),
+        "predicted_n": t.num_generated_tokens,
+        "predicted_ms": t.decode_s * 1e3,
+        "predicted_per_token_ms": _ratio(t.decode_s * 1e3, intervals),
+        "predicted_per_second": _ratio(intervals, t.decode_s),
+    }
+    if t.num_drafted_tokens:
+        found["draft_n"] = t.num_drafted_tokens
+        found["draft_n_accepted"] = t.num_accepted_tokens
+    return found
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 0.0

@@ -1,0 +1,153 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import define, field, frozen
+
+from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, timings, usage
+from ninfer.api.errors import Dialect
+from ninfer.api.fields import Value, boolean, integer, text
+from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, TokenText
+from ninfer.api.sse import Event
+
+
+@frozen(kw_only=True)
+class View:
+    """How the client wants to be told."""
+
+    n: int = 1
+    logprobs: bool = False
+    include_usage: bool = False
+
+
+def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
+    prompt = chat(body)
+    tool_choice = body["tool_choice"].raw
+    if prompt.tools and tool_choice != "none":
+        raise body["tools"].unsupported("this server does not call tools yet; leave tools out")
+    for name in ("functions", "function_call"):
+        if body[name].raw:
+            raise body[name].unsupported("use messages without functions")
+    _text_only(body["response_format"])
+    wants_logprobs = body["logprobs"].maybe(boolean) or False
+    top = body["top_logprobs"].maybe(integer(0, MAX_LOGPROBS)) or 0
+    if top and not wants_logprobs:
+        raise body["top_logprobs"].refused("needs logprobs: true")
+    n = body["n"].maybe(integer(1, 128)) or 1
+    limit = body["max_completion_tokens"] if body["max_completion_tokens"].given else body["max_tokens"]
+    options = body["stream_options"]
+    ask = Ask(
+        prompts=(prompt,),
+        prompt_path="messages",
+        model=body["model"].maybe(text),
+        sampling=sampling(body),
+        max_tokens=limit.maybe(integer(-1)),
+        stop=stops(body["stop"]),
+        n=n,
+        logprobs=top if wants_logprobs else None,
+        ignore_eos=body["ignore_eos"].maybe(boolean) or False,
+        stream=body["stream"].maybe(boolean) or False,
+    )
+    include_usage = bool(options.given and options["include_usage"].maybe(boolean))
+    return ask, Stream(head, View(n=n, logprobs=wants_logprobs, include_usage=include_usage))
+
+
+def _text_only(value: Value) -> None:
+    if value.given and (kind := text(value["type"])) != "text":
+        raise value.unsupported(f"this server answers in free text, not {kind[:20]!r}")
+
+
+@define
+class Stream:
+    """A role chunk, reasoning, content, a finish chunk for each choice; usage; [DONE]."""
+
+    head: Head
+    view: View
+    dialect: Dialect = Dialect.OPENAI
+    tally: Tally = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.tally = Tally(self.view.n, self.view.n)
+
+    def open(self, prompts: Sequence[Prompt]) -> Iterable[Event]:
+        for index in range(self.view.n):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def feed(self, part: Part) -> Iterable[Event]:
+        self.tally.add(part)
+        if part.reasoning:
+            yield self._chunk(part.index, {"reasoning_content": part.reasoning})
+        if part.text or part.logprobs:
+            yield self._chunk(part.index, {"content": part.text}, logprobs=part.logprobs)
+        if part.finish is not None:
+            last = self.tally.complete and not self.view.include_usage
+            yield self._chunk(part.index, {}, finish=part.finish, last=last)
+
+    def close(self) -> Iterable[Event]:
+        if self.view.include_usage:
+            told = {"usage": usage(self.tally), "timings": timings(self.tally.timings)}
+            yield Event({**self._frame("chat.completion.chunk"), "choices": [], **told})
+        yield Event("[DONE]")
+
+    def whole(self, prompts: Sequence[Prompt], replies: Sequence[Part]) -> dict[str, Any]:
+        for reply in replies:
+            self.tally.add(reply)
+        return {
+            **self._frame("chat.completion"),
+            "choices": [self._choice(reply) for reply in replies],
+            "usage": usage(self.tally),
+            "timings": timings(self.tally.timings),
+        }
+
+    def _choice(self, reply: Part) -> dict[str, Any]:
+        message = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        return {
+            "index": reply.index,
+            "message": message,
+            "logprobs": self._logprobs(reply.logprobs) if self.view.logprobs else None,
+            "finish_reason": _reason(reply.finish),
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: Sequence[TokenText] = (),
+        finish: Finish | None = None,
+        last: bool = False,
+    ) -> Event:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(logprobs) if logprobs else None,
+            "finish_reason": _reason(finish),
+        }
+        more: dict[str, Any] = {"usage": None} if self.view.include_usage else {}
+        if last:
+            more["timings"] = timings(self.tally.timings)
+        return Event({**self._frame("chat.completion.chunk"), "choices": [choice], **more})
+
+    def _frame(self, object: str) -> dict[str, Any]:
+        id = f"chatcmpl-{self.head.id}"
+        return {"id": id, "object": object, "created": self.head.created, "model": self.head.model}
+
+    @staticmethod
+    def _logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
+        return {
+            "content": [{**_record(t), "top_logprobs": [_record(o) for o in t.top]} for t in tokens],
+            "refusal": None,
+        }
+
+
+def _record(token: TokenText) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+def _reason(finish: Finish | None) -> str | None:
+    return None if finish is None else finish.reason.value
