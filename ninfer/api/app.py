@@ -15,7 +15,7 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard, Message, Scope
 
-from ninfer.api import openai_chat
+from ninfer.api import llamacpp, openai_chat, openai_completions, status
 from ninfer.api.errors import Dialect, Unauthorized, handle
 from ninfer.api.fields import decode
 from ninfer.api.generate import Head, Parse, frames, whole
@@ -29,6 +29,8 @@ Any_Request = Request[Any, Any, Any]
 
 GENERATION: tuple[tuple[tuple[str, ...], Parse], ...] = (
     (("/v1/chat/completions", "/v1/v1/chat/completions", "/chat/completions"), openai_chat.parse),
+    (("/v1/completions", "/v1/v1/completions"), openai_completions.parse),
+    (("/completion", "/completions"), llamacpp.parse),
 )
 
 
@@ -52,7 +54,7 @@ def application(serving: Serving, config: ServeConfig) -> Litestar:
     generating = [_generation(serving, paths, parse) for paths, parse in GENERATION]
     keys = config.all_api_keys()
     return Litestar(
-        [*generating],
+        [*generating, *llamacpp.routes(serving), *status.routes(serving)],
         guards=[_key_guard(keys)] if keys else [],
         exception_handlers={Exception: handle},
         cors_config=_cors() if config.cors else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ninfer.api.fields import Value, boolean, choice, integer, number, text
@@ -12,9 +12,12 @@ from ninfer.runtime.request import Timings
 
 MAX_STOPS = 32
 MAX_LOGPROBS = 20
+BAN = -1000.0  # a bias that no logit outweighs
+
+NO_STORE = {"cache-control": "no-store"}
 
 _PENALTY = number(-2, 2)
-_SAMPLING = {
+SAMPLING: Mapping[str, Callable[[Value], float]] = {
     "temperature": number(0, 2),
     "top_p": number(0, 1),
     "top_k": integer(-1),
@@ -26,9 +29,9 @@ _SAMPLING = {
 }
 
 
-def sampling(body: Value) -> dict[str, Any]:
+def sampling(body: Value, readers: Mapping[str, Callable[[Value], float]] = SAMPLING) -> dict[str, Any]:
     """The sampling fields that the body names, as fields of Sampling."""
-    found: dict[str, Any] = {name: read(body[name]) for name, read in _SAMPLING.items() if body[name].given}
+    found: dict[str, Any] = {name: read(body[name]) for name, read in readers.items() if body[name].given}
     if "top_k" in found:
         found["top_k"] = max(0, found["top_k"])  # -1: all, as 0
     if body["logit_bias"].given:
@@ -37,13 +40,23 @@ def sampling(body: Value) -> dict[str, Any]:
 
 
 def logit_bias(value: Value) -> dict[int, float]:
-    """{"id": bias}"""
-    found = {}
-    for id in value.object():
-        if not id.isascii() or not id.isdecimal():
-            raise value.refused(f"its keys are token ids, and {id[:20]!r} is none")
-        found[int(id)] = number(-100, 100)(value[id])
-    return found
+    """{"id": bias}, or llama.cpp's [[id, bias]], where false forbids a token."""
+    if isinstance(value.raw, list):
+        pairs = [
+            (integer(0)(Value(pair[0], v.path)), Value(pair[1], v.path)) for v in value.items() if (pair := _pair(v))
+        ]
+    else:
+        for id in value.object():
+            if not (id.isascii() and id.isdecimal() and len(id) < 10):
+                raise value.refused(f"its keys are token ids, and {id[:20]!r} is none")
+        pairs = [(int(id), value[id]) for id in value.object()]
+    return {id: BAN if bias.raw is False else number(-100, 100)(bias) for id, bias in pairs}
+
+
+def _pair(value: Value) -> list[Any]:
+    if not isinstance(value.raw, list) or len(value.raw) != 2:
+        raise value.wrong("a pair of a token id and a bias")
+    return value.raw
 
 
 def stops(value: Value) -> tuple[str, ...]:

@@ -1,0 +1,93 @@
+"""Whether the server answers, what it serves, what it has done. Read from a snapshot; never waits for the engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from litestar import Request, Response, get
+from litestar.handlers import HTTPRouteHandler
+
+from ninfer.api.common import NO_STORE
+from ninfer.api.serving import Serving
+from ninfer.runtime.request import EngineStats
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
+    @get(["/health", "/v1/health", "/v1/v1/health"], opt={"public": True}, sync_to_thread=False)
+    def health() -> Response[dict[str, str]]:
+        reason = serving.unhealthy()
+        if reason is None:
+            return Response({"status": "ok"})
+        return Response({"status": "unavailable", "reason": reason}, status_code=503)
+
+    @get("/metrics", sync_to_thread=False)
+    def metrics() -> Response[str]:
+        return Response(prometheus(serving), media_type=PROMETHEUS, headers={"cache-control": "no-store"})
+
+    @get(["/v1/models", "/v1/v1/models", "/models"], sync_to_thread=False, response_headers=NO_STORE)
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model(serving)]}
+
+    @get(["/v1/models/{name:path}", "/v1/v1/models/{name:path}"], sync_to_thread=False, response_headers=NO_STORE)
+    def one_model(request: Request[Any, Any, Any]) -> dict[str, Any]:
+        serving.check_model(request.path_params["name"].removeprefix("/"))
+        return model(serving)
+
+    return health, metrics, models, one_model
+
+
+def model(serving: Serving) -> dict[str, Any]:
+    context = serving.client.context_len
+    return {
+        "id": serving.model_id,
+        "object": "model",
+        "created": serving.started,
+        "owned_by": "ninfer",
+        "max_model_len": context,
+        "context_window": context,
+        "context_length": context,
+        "modalities": {"vision": False},
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "status": {"value": "loaded"},
+        "meta": {"n_vocab": serving.tokenizer.vocab_size, "n_ctx": context},
+    }
+
+
+def prometheus(serving: Serving) -> str:
+    """The metrics in Prometheus' text format."""
+    stats = serving.client.stats()
+    lines: list[str] = []
+    for name, kind, help, value in _metrics(stats, max(0, int(time.time()) - serving.started)):
+        lines += (f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value:.10g}")
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(s: EngineStats, uptime_s: int) -> list[tuple[str, str, str, float]]:
+    used = s.num_pages - s.num_free_pages
+    return [
+        ("llamacpp:prompt_tokens_total", "counter", "Prompt tokens processed.", s.num_prompt_tokens),
+        ("llamacpp:prompt_seconds_total", "counter", "Seconds of prompt processing.", s.prefill_s),
+        ("llamacpp:tokens_predicted_total", "counter", "Tokens generated.", s.num_generated_tokens),
+        ("llamacpp:tokens_predicted_seconds_total", "counter", "Seconds of generation.", s.decode_s),
+        (
+            "llamacpp:prompt_tokens_seconds",
+            "gauge",
+            "Prompt tokens per second.",
+            _rate(s.num_prompt_tokens, s.prefill_s),
+        ),
+        ("llamacpp:predicted_tokens_seconds", "gauge", "Tokens per second.", _rate(s.num_generated_tokens, s.decode_s)),
+        ("llamacpp:kv_cache_usage_ratio", "gauge", "Used share of the KV pages.", _rate(used, s.num_pages)),
+        ("llamacpp:requests_processing", "gauge", "Requests that run.", s.num_running),
+        ("llamacpp:requests_deferred", "gauge", "Requests that wait.", s.num_waiting),
+        ("ninfer:requests_total", "counter", "Requests finished.", s.num_requests),
+        ("ninfer:requests_cancelled_total", "counter", "Requests whose client went.", s.num_cancelled),
+        ("ninfer:requests_admitted", "gauge", "Requests that run or wait.", s.num_running + s.num_waiting),
+        ("ninfer:uptime_seconds", "gauge", "Seconds since start.", uptime_s),
+    ]
+
+
+def _rate(count: float, per: float) -> float:
+    return count / per if per > 0 else 0.0
