@@ -119,6 +119,28 @@ def _split_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Map
     }
 
 
+# The tiled kernel, for chunks of a prompt.
+
+
+def _flash_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    tiles = ceil(env.rows * (op.heads // op.kv_heads) / 64)
+    return Geometry((tiles, op.kv_heads, env.seqs), 128, 3 * 64 * op.head_dim * 2)
+
+
+def _flash_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    names = ("page_table", "row_seq", "row_start", "seq_slot", "kv_len")
+    return {
+        **cache_context(op.fmt, op.kv_heads, op.head_dim),
+        "heads": op.heads,
+        "kv_heads": op.kv_heads,
+        "head_dim": op.head_dim,
+        "window": op.window,
+        "q_scale": op.scale * LOG2E,
+        "resident": {64: 4, 128: 3, 256: 2}[op.head_dim],
+        "parameters": ", ".join(["const f32* q", "const u8* cache", *(f"const i32* {n}" for n in names), "f32* y"]),
+    }
+
+
 SPLIT_TUNINGS: tuple[Tuning, ...] = tuple(
     {"warps": warps, "splits": splits} for warps, splits in ((4, 64), (4, 32), (8, 32), (4, 128), (8, 64))
 )
@@ -148,10 +170,23 @@ ATTENTION_SPLIT = Route(
     context=_split_context,
     workspace=_split_workspace,
     refuse=_split_refuse,
-    widths=(1, 64),
+    widths=(1, 32),
     needs=("sm80",),
     tunings=SPLIT_TUNINGS,
     numerics="cuda.split",
+)
+ATTENTION_FLASH = Route(
+    name="attention.cuda.flash",
+    op=Attention,
+    device="cuda",
+    template="cuda/attention_flash.cu.j2",
+    geometry=_flash_geometry,
+    context=_flash_context,
+    refuse=_split_refuse,
+    widths=(17, 1 << 30),
+    needs=("sm80",),
+    numerics="cuda.flash",
+    rtol=1e-2,  # queries and weights are rounded to the cache's type: 8 bits of bf16
 )
 ATTENTION_SIMPLE = Route(
     name="attention.cuda.simple",
@@ -163,4 +198,4 @@ ATTENTION_SIMPLE = Route(
     numerics="cuda.simple",
 )
 
-ROUTES: tuple[Route[Any], ...] = (ROPE, KV_APPEND, ATTENTION_SPLIT, ATTENTION_SIMPLE)
+ROUTES: tuple[Route[Any], ...] = (ROPE, KV_APPEND, ATTENTION_SPLIT, ATTENTION_FLASH, ATTENTION_SIMPLE)

@@ -88,7 +88,8 @@ class FakeGpu:
             setDevice=lambda i: None,
             driverGetVersion=lambda: self.driver_version,
             getDeviceProperties=lambda i: {
-                "name": b"Fake GPU 1", "major": self.major, "minor": 0, "multiProcessorCount": 4, "totalGlobalMem": 8 << 30,
+                "name": b"Fake GPU 1", "major": self.major, "minor": 0,
+                "multiProcessorCount": 4, "totalGlobalMem": 8 << 30,
             },
         )  # fmt: skip
         cuda = SimpleNamespace(

@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo
 from ninfer.devices.plan import BufferRef, Launch, Place
+from ninfer.formats.dtypes import I32, U8
+from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Kind, Node, Value
-from ninfer.ir.op import Case
+from ninfer.ir.op import Case, Op
 from ninfer.ir.ops import OPS
+from ninfer.ir.ops.attention import Attention
+from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.sample import Sample
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
-from ninfer.ir.types import Env
+from ninfer.ir.types import B, Env, M, P, S, T, TensorType
 from ninfer.routes.cuda import CUDA_ROUTES
 from ninfer.routes.cuda_layout import device_layout
 from ninfer.routes.lower import Arena, Lowering
@@ -31,6 +35,7 @@ from ninfer.routes.select import Selector
 REGISTRY = RouteRegistry(CUDA_ROUTES)
 GUARD = 512
 FILL = 0xA5
+BF16_KV, F16_KV = "bf16", "f16"
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 
 Run = Callable[[Sequence[Launch], NDArray[np.uint8], NDArray[np.uint8]], None]  # launches, arena, header bytes
@@ -50,10 +55,59 @@ class Trial:
         return f"{self.case.op.key}-{self.case.name}-{self.candidate.id}{wide}"
 
 
+def long_cases() -> Iterator[Case]:
+    """Two sequences in one step, 75 rows that extend 70 tokens and 3 that start: past every piece, page and stage."""
+    counts, past, slots, rng = [75, 3], [70, 0], [1, 2], np.random.default_rng(7)
+    n = sum(counts)
+    i32 = lambda sym, x: (TensorType((sym,), I32), np.array(x, np.int32))  # noqa: E731
+    row_seq, row_start = i32(T, [0] * 75 + [1] * 3), i32(B, [0, 75])
+    row_count, seq_slot, kv_len = i32(B, counts), i32(B, slots), i32(B, past)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    env = Env(rows=n, logit_rows=1, seqs=2, slots=3, pages=5, max_pages=3)
+    table = np.array([[-1, -1, -1], [4, 0, 2], [3, -1, -1]], np.int32)
+    for fmt, d, heads, kv_heads in ((BF16_KV, 256, 6, 1), (F16_KV, 128, 4, 2), (BF16_KV, 64, 9, 3)):
+        pages = kv_by_name(fmt).page_bytes(kv_heads, d)
+        cache = kv_by_name(fmt).k.encode(normal(5, pages // 2))
+        if fmt == F16_KV:
+            cache = normal(5, pages // 2).astype(np.float16).view(np.uint8)
+        paging = ((TensorType((S, M), I32), table), row_seq, row_start, seq_slot, kv_len)
+        operands = ((TensorType((T, heads * d)), normal(n, heads * d)), (TensorType((P, pages), U8), cache), *paging)
+        for window in (None, 50):
+            op = Attention(kv_by_name(fmt), heads, kv_heads, d, d**-0.5, window)
+            yield _case(op, f"long-{fmt}-d{d}-w{window}", env, operands, 1e-4, 2e-5)
+    sequences = (row_start, row_count, seq_slot, kv_len)
+    c = 200
+    conv = (
+        (TensorType((T, c)), normal(n, c)),
+        (TensorType((c, 4)), normal(c, 4)),
+        (TensorType((S, c, 3)), normal(3, c, 3)),
+    )
+    yield _case(CausalConvSilu(), "long", env, (*conv, *sequences), 1e-5, 1e-5)
+    hk, hv, dk, dv = 2, 4, 128, 128
+    width = 2 * hk * dk + hv * dv
+    delta = (
+        (TensorType((T, width)), normal(n, width)),
+        (TensorType((T, hv)), normal(n, hv)),
+        (TensorType((T, hv)), normal(n, hv)),
+        (TensorType((hv,)), 0.3 + 0.2 * normal(hv)),
+        (TensorType((hv,)), -1 + 0.2 * normal(hv)),
+        (TensorType((S, hv, dv, dk)), 0.3 * normal(3, hv, dv, dk)),
+    )
+    # 75 steps of a recurrence in float32
+    yield _case(GatedDelta(hk, hv, dk, dv), "long", env, (*delta, *sequences), 2e-4, 5e-5)
+
+
+def _case(
+    op: Op, name: str, env: Env, operands: Sequence[tuple[TensorType, NDArray]], rtol: float, atol: float
+) -> Case:
+    types, arrays = zip(*operands, strict=True)
+    return Case(op, name, types, arrays, env, rtol, atol)
+
+
 def trials(info: DeviceInfo) -> Iterator[Trial]:
     for op in OPS.ops:
-        for case in op.cases():
-            for rows in (case.env.rows + (2 if case.env.rows > 1 else 0), WIDE):
+        for case in (*op.cases(), *(c for c in long_cases() if type(c.op) is op)):
+            for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)
                 for candidate in REGISTRY.candidates(case.op, case.types, env, info):
                     yield Trial(case, candidate, env)
