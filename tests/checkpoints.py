@@ -17,7 +17,7 @@ from ninfer.artifacts import Artifact, open_artifact
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.formats.quant import by_name
 from ninfer.models import identify
-from ninfer.models.family import ModelSpec
+from ninfer.models.family import ModelSpec, Rounds
 from ninfer.runtime.batch import Draw, Limits, SeqRows
 from ninfer.runtime.reference import ReferenceRunner, reference_runner
 from ninfer.runtime.request import Sampling
@@ -80,16 +80,31 @@ def limits(spec: ModelSpec, *, rows: int = 256, seqs: int = 4, pages_each: int =
     )
 
 
-def runner(source: Path | Artifact, mode: str = "logits", *, kv: str = "f32", **sizes: int) -> ReferenceRunner:
-    """A reference runner with decoded weights; every slot has its pages, in no particular order."""
+def runner(
+    source: Path | Artifact,
+    mode: str = "logits",
+    *,
+    kv: str = "f32",
+    rounds: Rounds | None = None,
+    share: ReferenceRunner | None = None,
+    **sizes: int,
+) -> ReferenceRunner:
+    """A reference runner with decoded weights; every slot has its pages, in no particular order.
+
+    share: a runner of the same sizes whose states this one has too.
+    """
     artifact = open_artifact(source) if isinstance(source, Path) else source
     family, spec = identify(artifact.config)
-    graph = family.build(spec, artifact.info, kv=kv_by_name(kv), mode=mode)
+    graph = family.build(spec, artifact.info, kv=kv_by_name(kv), mode=mode, rounds=rounds)
     sized = limits(spec, **sizes)
     made = reference_runner(graph, bind_weights(graph, artifact), sized, decode_weights=True, logit_rows=sized.max_rows)
     pages = np.random.default_rng(3).permutation(sized.pages).reshape(sized.slots, sized.max_pages)
     for slot, own in enumerate(pages.tolist()):
         made.set_pages(slot, 0, own)
+    if share is not None:
+        for name, state in made.states.items():
+            share.states.setdefault(name, state)
+        made.states = share.states
     return made
 
 

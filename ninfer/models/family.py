@@ -14,6 +14,7 @@ from ninfer.formats.kv import KVFormat
 from ninfer.ir.graph import Graph, Rows, Value, WeightSpec
 from ninfer.ir.ops.elementwise import silu_mul
 from ninfer.ir.ops.embed import take_rows
+from ninfer.ir.ops.journal import ring_state, ring_store
 from ninfer.ir.ops.linear import linear, linear_add, linear_swiglu
 from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.ops.sample import sample, score
@@ -27,6 +28,20 @@ Info: TypeAlias = Callable[[str], TensorInfo]  # of a stored parameter; raises A
 # What a graph gives: "sample" draws a token per logit row, "score" the log-probability of `targets` at the logit
 # rows, "logits" the logits themselves.
 MODES = ("sample", "score", "logits")
+
+# Graphs for rounds of drafts; they need `rounds`. "verify" is "sample" with recurrent states left where they are and
+# their inputs kept; "fold" moves the states over the rows that were accepted, one step row for each; "draft" gives the
+# drafter's argmax at the logit rows, "draft_logits" its logits and hidden values. See models/mtp.py.
+ROUND_MODES = ("verify", "fold", "draft", "draft_logits")
+
+
+@frozen
+class Rounds:
+    """What rounds of drafts keep per slot. hidden_rows: most rows of a sequence in a step whose hidden values a drafter
+    reads, 0: no drafter reads any; journal_rows: most rows of a sequence in a "verify" step."""
+
+    hidden_rows: int
+    journal_rows: int
 
 
 @frozen(kw_only=True)
@@ -51,8 +66,18 @@ class ModelSpec(ABC):
         """For the start-up line."""
         return f"{self.num_layers} layers of {self.hidden_size}, vocabulary {self.vocab_size}"
 
+    @property
+    def num_mtp_layers(self) -> int:
+        """Blocks that draft ("draft" graphs need one)."""
+        return 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether rounds need "verify" and "fold"; otherwise "sample" verifies as well."""
+        return False
+
     @abstractmethod
-    def build(self, info: Info, *, kv: KVFormat, mode: str) -> Graph:
+    def build(self, info: Info, *, kv: KVFormat, mode: str, rounds: Rounds | None = None) -> Graph:
         """Raises ArtifactError where a stored tensor is missing or has another shape than the config says."""
 
     def with_domain(self, num_tokens: int) -> Self:
@@ -80,10 +105,14 @@ class Family:
             return any(name in self.architectures for name in names)
         return config.get("model_type") in self.model_types
 
-    def build(self, spec: ModelSpec, info: Info, *, kv: KVFormat, mode: str) -> Graph:
-        if mode not in MODES:
-            raise UsageError(f"no graph mode {mode!r}; there are {', '.join(MODES)}")
-        return spec.build(info, kv=kv, mode=mode)
+    def build(self, spec: ModelSpec, info: Info, *, kv: KVFormat, mode: str, rounds: Rounds | None = None) -> Graph:
+        """rounds: makes a graph of MODES keep its hidden values for a drafter; graphs of ROUND_MODES need it."""
+        modes = MODES if rounds is None else MODES + ROUND_MODES
+        if mode not in modes:
+            raise UsageError(f"no graph mode {mode!r}; there are {', '.join(modes)}")
+        if mode.startswith("draft") and not spec.num_mtp_layers:
+            raise UsageError(f"this {self.name} model has no MTP block to draft with; use another drafter or none")
+        return spec.build(info, kv=kv, mode=mode, rounds=rounds)
 
 
 def identify(config: Config, families: tuple[Family, ...]) -> tuple[Family, ModelSpec]:
@@ -142,14 +171,44 @@ def mlp(g: Graph, w: Stored, prefix: str, h: Value, residual: Value, *, hidden: 
     return linear_add(g, y, w.matrix(f"{prefix}down_proj.weight", hidden, inner), residual)
 
 
-def finish(g: Graph, x: Value, norm: Value, head: Value, *, eps: float, offset: float, mode: str, domain: int) -> None:
-    """Norm and head on the logit rows, and what `mode` makes of the logits."""
-    hidden = rms_norm(g, take_rows(g, x, g.step["logit_rows"]), norm, eps=eps, offset=offset)
+HIDDEN_RING = "mtp.hidden"  # final hidden values by cache position, after the norm
+
+
+def finish(
+    g: Graph,
+    x: Value,
+    norm: Value,
+    head: Value,
+    *,
+    eps: float,
+    offset: float,
+    mode: str,
+    domain: int,
+    hidden_rows: int = 0,
+) -> None:
+    """Norm and head on the logit rows, and what `mode` makes of the logits. hidden_rows: of the drafter's ring."""
+    if hidden_rows:
+        hidden = rms_norm(g, x, norm, eps=eps, offset=offset)
+        ring_store(g, hidden, hidden_ring(g, width_of(hidden), hidden_rows))
+        hidden = take_rows(g, hidden, g.step["logit_rows"])
+    else:
+        hidden = rms_norm(g, take_rows(g, x, g.step["logit_rows"]), norm, eps=eps, offset=offset)
     (logits,) = linear(g, hidden, head)
     match mode:
-        case "sample":
+        case "sample" | "verify":
             sample(g, logits, domain=domain)
         case "score":
             score(g, logits, domain=domain)
         case "logits":
             g.outputs["logits"] = logits
+
+
+def width_of(x: Value) -> int:
+    n = x.type.shape[-1]
+    assert isinstance(n, int)
+    return n
+
+
+def hidden_ring(g: Graph, width: int, rows: int) -> Value:
+    """One place more than rows: a drafter stores its own hidden value one position ahead."""
+    return ring_state(g, HIDDEN_RING, rows + 1, width)

@@ -12,7 +12,7 @@ from ninfer.ir.ops.embed import embed
 from ninfer.ir.ops.linear import linear, linear_add
 from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.types import TensorType
-from ninfer.models.family import Config, Family, Info, ModelSpec, Stored, finish, mlp
+from ninfer.models.family import Config, Family, Info, ModelSpec, Rounds, Stored, finish, mlp
 from ninfer.models.fields import Fields
 from ninfer.models.rope import parse_rope
 
@@ -21,7 +21,9 @@ NO_BIAS = "projections with a bias are not implemented; use a model without"
 
 @frozen(kw_only=True)
 class LlamaSpec(ModelSpec):
-    def build(self, info: Info, *, kv: KVFormat, mode: str) -> Graph:
+    def build(self, info: Info, *, kv: KVFormat, mode: str, rounds: Rounds | None = None) -> Graph:
+        if mode == "fold":
+            return Graph()  # there is no recurrent state
         g = Graph()
         w = Stored(g, info)
         freqs = g.const("rope.freqs", TensorType((self.rope.rotary_dim // 2,)), self.rope.frequencies())
@@ -32,7 +34,8 @@ class LlamaSpec(ModelSpec):
                 x = self._layer(g, w, i, x, freqs, kv)
         norm = w.vector("model.norm.weight", self.hidden_size)
         head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
-        finish(g, x, norm, head, eps=self.eps, offset=0.0, mode=mode, domain=self.domain)
+        rows = 0 if rounds is None else rounds.hidden_rows
+        finish(g, x, norm, head, eps=self.eps, offset=0.0, mode=mode, domain=self.domain, hidden_rows=rows)
         return g
 
     def _layer(self, g: Graph, w: Stored, i: int, x: Value, freqs: Value, kv: KVFormat) -> Value:

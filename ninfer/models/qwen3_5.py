@@ -11,11 +11,13 @@ from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
 from ninfer.ir.ops.elementwise import sigmoid_mul, take_heads
 from ninfer.ir.ops.embed import embed
+from ninfer.ir.ops.journal import conv_peek, delta_peek, ring_load, ring_state, ring_store
 from ninfer.ir.ops.linear import linear, linear_add
 from ninfer.ir.ops.norm import gated_rms_norm, rms_norm
 from ninfer.ir.ops.recurrent import GatedDelta, causal_conv_silu, gated_delta
 from ninfer.ir.types import S, TensorType
-from ninfer.models.family import Config, Family, Info, ModelSpec, Stored, finish, mlp
+from ninfer.models import mtp
+from ninfer.models.family import Config, Family, Info, ModelSpec, Rounds, Stored, finish, mlp
 from ninfer.models.fields import Fields
 from ninfer.models.rope import parse_rope
 
@@ -55,7 +57,23 @@ class Qwen35Spec(ModelSpec):
         group = self.value_heads // self.key_heads
         return tuple((t % self.key_heads) * group + t // self.key_heads for t in range(self.value_heads))
 
-    def build(self, info: Info, *, kv: KVFormat, mode: str) -> Graph:
+    @property
+    def num_mtp_layers(self) -> int:
+        return self.mtp_layers
+
+    @property
+    def is_recurrent(self) -> bool:
+        return LINEAR in self.layer_types
+
+    def build(self, info: Info, *, kv: KVFormat, mode: str, rounds: Rounds | None = None) -> Graph:
+        if rounds is not None and mode == "fold":
+            return self._fold(info, rounds)
+        if rounds is not None and mode in ("draft", "draft_logits"):
+            return mtp.build(self, info, kv=kv, rounds=rounds, logits=mode == "draft_logits")
+        return self._target(info, kv, mode, rounds)
+
+    def _target(self, info: Info, kv: KVFormat, mode: str, rounds: Rounds | None) -> Graph:
+        journal_rows = rounds.journal_rows if rounds is not None and mode == "verify" else 0
         g = Graph()
         w = Stored(g, info)
         freqs = self.freqs(g)
@@ -69,13 +87,44 @@ class Qwen35Spec(ModelSpec):
                     cache = kv_state(g, i, kv, self.num_kv_heads, self.head_dim)
                     x = self.attention(g, w, f"{p}self_attn.", h, x, freqs, cache, kv)
                 else:
-                    x = self._delta(g, w, f"{p}linear_attn.", i, h, x)
+                    x = self._delta(g, w, f"{p}linear_attn.", i, h, x, journal_rows)
                 h = self.norm(g, w, f"{p}post_attention_layernorm.weight", x)
                 x = mlp(g, w, f"{p}mlp.", h, x, hidden=self.hidden_size, inner=self.intermediate_size)
         norm = w.vector("model.norm.weight", self.hidden_size)
         head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
-        finish(g, x, norm, head, eps=self.eps, offset=self.norm_offset, mode=mode, domain=self.domain)
+        finish(
+            g,
+            x,
+            norm,
+            head,
+            eps=self.eps,
+            offset=self.norm_offset,
+            mode=mode,
+            domain=self.domain,
+            hidden_rows=0 if rounds is None else rounds.hidden_rows,
+        )
         return g
+
+    def _fold(self, info: Info, rounds: Rounds) -> Graph:
+        """The delta layers' states alone, over rows that a "verify" step has kept."""
+        g = Graph()
+        w = Stored(g, info)
+        for i, kind in enumerate(self.layer_types):
+            if kind == LINEAR:
+                with g.layer(i):
+                    qkv, a, b = (ring_load(g, ring) for ring in self._journal(g, i, rounds.journal_rows))
+                    self._recurrence(g, w, f"model.layers.{i}.linear_attn.", i, qkv, a, b, peek=False)
+        return g
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def _journal(self, g: Graph, layer: int, rows: int) -> list[Value]:
+        """Rings of the recurrence's inputs: qkv before the convolution, a, b."""
+        widths = {"qkv": self.channels, "a": self.value_heads, "b": self.value_heads}
+        return [ring_state(g, f"journal.{layer}.{name}", rows, width) for name, width in widths.items()]
 
     def freqs(self, g: Graph) -> Value:
         return g.const("rope.freqs", TensorType((self.rope.rotary_dim // 2,)), self.rope.frequencies())
@@ -102,22 +151,33 @@ class Qwen35Spec(ModelSpec):
         y = sigmoid_mul(g, paged_attention(g, q, k, v, cache, op), z)
         return linear_add(g, y, w.matrix(f"{p}o_proj.weight", hidden, width), residual)
 
-    def _delta(self, g: Graph, w: Stored, p: str, layer: int, h: Value, residual: Value) -> Value:
+    def _delta(self, g: Graph, w: Stored, p: str, layer: int, h: Value, residual: Value, journal_rows: int) -> Value:
+        """journal_rows: of a "verify" step, which keeps the inputs and leaves the states; 0: the states move."""
         hv, inner = self.value_heads, self.value_heads * self.value_dim
-        channels = 2 * self.key_heads * self.key_dim + inner
-        rows = {"qkv": channels, "z": inner, "a": hv, "b": hv}
+        rows = {"qkv": self.channels, "z": inner, "a": hv, "b": hv}
         weights = [w.matrix(f"{p}in_proj_{n}.weight", count, self.hidden_size) for n, count in rows.items()]
         qkv, z, a, b = linear(g, h, *weights)
-        conv = g.state(f"conv.{layer}", TensorType((S, channels, self.conv_taps - 1), F32))
-        u = causal_conv_silu(g, qkv, w.taps(f"{p}conv1d.weight", channels, self.conv_taps), conv)
-        state = g.state(f"delta.{layer}", TensorType((S, hv, self.value_dim, self.key_dim), F32))
-        a_log, dt_bias = w.vector(f"{p}A_log", hv), w.vector(f"{p}dt_bias", hv)
-        y = gated_delta(g, self.delta, u, a, b, a_log, dt_bias, state)
+        if journal_rows:
+            for x, ring in zip((qkv, a, b), self._journal(g, layer, journal_rows), strict=True):
+                ring_store(g, x, ring)
+        y = self._recurrence(g, w, p, layer, qkv, a, b, peek=journal_rows > 0)
         y = gated_rms_norm(g, y, w.vector(f"{p}norm.weight", self.value_dim), z, eps=self.eps)
         out = f"{p}out_proj.weight"
         if out in self.tiled_out:
             y = take_heads(g, y, self.tiled_order, head_dim=self.value_dim)
         return linear_add(g, y, w.matrix(out, self.hidden_size, inner), residual)
+
+    def _recurrence(
+        self, g: Graph, w: Stored, p: str, layer: int, qkv: Value, a: Value, b: Value, *, peek: bool
+    ) -> Value:
+        """Convolution and delta rule; peek: without moving their states."""
+        hv = self.value_heads
+        conv = g.state(f"conv.{layer}", TensorType((S, self.channels, self.conv_taps - 1), F32))
+        state = g.state(f"delta.{layer}", TensorType((S, hv, self.value_dim, self.key_dim), F32))
+        taps = w.taps(f"{p}conv1d.weight", self.channels, self.conv_taps)
+        a_log, dt_bias = w.vector(f"{p}A_log", hv), w.vector(f"{p}dt_bias", hv)
+        u = (conv_peek if peek else causal_conv_silu)(g, qkv, taps, conv)
+        return (delta_peek if peek else gated_delta)(g, self.delta, u, a, b, a_log, dt_bias, state)
 
 
 def parse(config: Config) -> Qwen35Spec:
@@ -130,6 +190,7 @@ def parse(config: Config) -> Qwen35Spec:
     f.must("hidden_act", "silu", why="other activations are not implemented")
     f.must("attention_bias", False, why="projections with a bias are not implemented")
     f.must("attn_output_gate", True, why="the family's attention has a gate")
+    f.must("mtp_use_dedicated_embeddings", False, why="the MTP block reads the model's embedding")
     f.must("mamba_ssm_dtype", "float32", why="the recurrent state is kept in float32")
     if "num_experts" in f:
         f.fail("num_experts", "but models with experts are not supported; use a dense one")

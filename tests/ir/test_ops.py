@@ -15,12 +15,14 @@ from ninfer.ir import casework as cw
 from ninfer.ir.op import Case, snake
 from ninfer.ir.ops import OPS
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope, page_views
+from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.sample import Sample, adjusted, draw, kept
 from ninfer.ir.step import PROMPT_BIT, SAMPLE_PARAMS, USE_BIAS, USE_MASK, USE_PENALTIES
 from ninfer.ir.types import Array, TensorType
 
-CASES = [pytest.param(case, id=f"{snake(op.__name__)}-{case.name}") for op in OPS.ops for case in op.cases()]
+ALL = tuple(dict.fromkeys((*OPS.ops, *JOURNAL_OPS)))
+CASES = [pytest.param(case, id=f"{snake(op.__name__)}-{case.name}") for op in ALL for case in op.cases()]
 
 
 def copied(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -67,7 +69,7 @@ def test_a_wrong_rank_is_refused_by_name(case: Case) -> None:
             case.op.infer(tuple(wrong))
 
 
-@pytest.mark.parametrize("op", OPS.ops, ids=lambda op: snake(op.__name__))
+@pytest.mark.parametrize("op", ALL, ids=lambda op: snake(op.__name__))
 def test_work_is_positive(op: Any) -> None:
     for case in op.cases():
         assert case.op.work(case.types, case.env).nbytes > 0
