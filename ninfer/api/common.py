@@ -99,18 +99,18 @@ def plains(value: Value) -> tuple[Plain, ...]:
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def chat(body: Value) -> Chat:
-    """The messages, tools and template options of a body with OpenAI's messages."""
+def chat(body: Value, tools: tuple[Mapping[str, Any], ...] = ()) -> Chat:
+    """The messages and template options of a body with OpenAI's messages."""
     messages = tuple(_message(m) for m in body["messages"].items())
     if not messages:
         raise body["messages"].wrong("at least one message")
-    tools = tuple(_tool(t) for t in body["tools"].items()) if body["tools"].given else ()
     return Chat(messages=messages, tools=tools, options=_options(body))
 
 
 def _message(value: Value) -> dict[str, Any]:
     role = choice(*_ROLES)(value["role"])
-    found: dict[str, Any] = {"role": role, "content": _content(value["content"], role)}
+    told = "system" if role == "developer" else "tool" if role == "function" else role  # what templates know
+    found: dict[str, Any] = {"role": told, "content": _content(value["content"], role)}
     for name in ("reasoning_content", "name", "tool_call_id"):
         if value[name].given:
             found[name] = text(value[name])
@@ -156,14 +156,6 @@ def _tool_call(value: Value) -> dict[str, Any]:
     return {"id": value["id"].maybe(text), "type": "function", "function": called}
 
 
-def _tool(value: Value) -> Mapping[str, Any]:
-    text(value["type"])
-    text(value["function"]["name"])
-    if value["function"]["parameters"].given:
-        value["function"]["parameters"].object()
-    return value.object()
-
-
 _THINKING = ("enable_thinking", "preserve_thinking")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -175,16 +167,16 @@ def _options(body: Value) -> dict[str, Any]:
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in found:
             raise kwargs[name].refused("the request sets this itself")
+    for name in _THINKING:
+        if kwargs.given:
+            kwargs[name].maybe(boolean)
+        if body[name].given:
+            found[name] = boolean(body[name])
     effort = body["reasoning_effort"].maybe(choice("auto", "default", *_EFFORTS))
     if effort == "none":
         found.setdefault("enable_thinking", False)
     elif effort in _EFFORTS:
         found.setdefault("reasoning_effort", effort)
-    for name in _THINKING:
-        if name in found:
-            boolean(kwargs[name])
-        if body[name].given:
-            found[name] = boolean(body[name])
     return found
 
 

@@ -11,7 +11,6 @@ from attrs import field, frozen
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from ninfer.api.sse import Event
 from ninfer.errors import (
     BadRequest,
     BodyTooLarge,
@@ -105,12 +104,11 @@ def render(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered
     )
 
 
-def error_event(error: Exception, dialect: Dialect, request_id: str = "") -> Event:
-    """The last event of a stream that has begun."""
+def failure(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered:
+    """What ends a stream that has begun."""
     if not isinstance(error, NinferError):
         log.error("a streamed reply failed", exc_info=error)
-    body = render(error, dialect, request_id).body
-    return Event(body, name="error" if dialect is Dialect.ANTHROPIC else None)
+    return render(error, dialect, request_id)
 
 
 def handle(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:

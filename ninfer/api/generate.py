@@ -6,30 +6,33 @@ A dialect parses a body into an `Ask` and makes a `Teller`, which shapes parts. 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import attrs
 from attrs import define, field, frozen
 
-from ninfer.api.errors import Dialect, error_event
+from ninfer.api.errors import Dialect, Rendered, failure
 from ninfer.api.fields import Value
 from ninfer.api.serving import Serving
 from ninfer.api.sse import PING, Event, pack
 from ninfer.errors import BadRequest, ContextTooLong, EngineUnavailable, NinferError
-from ninfer.runtime.request import Delta, FinishReason, GenerateRequest, Timings, TokenOut
+from ninfer.runtime.request import Delta, FinishReason, GenerateRequest, Timings, TokenMask, TokenOut
 from ninfer.runtime.sequence import Failed
 from ninfer.text.chat import END_THINK, THINK
+from ninfer.text.grammar import Calls, Ebnf, Format, JsonSchema, Regex
+from ninfer.text.parts import CallArguments, CallBegin, Reasoning, Text, joined
 from ninfer.text.parts import Part as Told
-from ninfer.text.parts import Reasoning, Text
 from ninfer.text.prompt import encode, encode_chat
 from ninfer.text.reasoning import ReasoningSplit
 from ninfer.text.stream import TextStream
 from ninfer.text.tokenizer import Tokenizer
+from ninfer.text.tools import ToolParser
 
 HEAD_START_S = 0.1  # how long a stream waits for its first delta, so that a quick failure is a plain HTTP error
 
@@ -40,11 +43,24 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 @frozen(kw_only=True)
 class Chat:
-    """Messages for the template. options: what else the template sees, such as enable_thinking."""
+    """Messages for the template. options: what else the template sees, such as enable_thinking.
+
+    prefill: how the reply begins; it goes on from there.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    prefill: str = ""
     options: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Tools:
+    """What replies may call: name -> schema of the parameters.   must: at least one call, and nothing else."""
+
+    schemas: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    must: bool = False
+    parallel: bool = True
 
 
 @frozen(kw_only=True)
@@ -68,6 +84,8 @@ class Ask:
     logprobs: int | None = None
     ignore_eos: bool = False
     stream: bool = False
+    tools: Tools = field(factory=Tools)
+    format: JsonSchema | Regex | Ebnf | None = None  # what replies are kept to
 
 
 @frozen(kw_only=True)
@@ -104,13 +122,23 @@ class Finish:
     reason: FinishReason  # STOP or LENGTH
     stop: str | None = None
     stop_id: int | None = None
+    called: bool = False  # tools
     num_reasoning_tokens: int = 0
     timings: Timings = field(factory=Timings)
 
 
 @frozen(kw_only=True)
+class Call:
+    """A tool call, whole.   arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@frozen(kw_only=True)
 class Part:
-    """What one delta adds to reply `index`. All of a reply in one part is a whole reply."""
+    """What one delta adds to reply `index`: `told`, in order. All of a reply in one part is a whole reply."""
 
     index: int
     told: tuple[Told, ...] = ()  # in the order it came; neighbours of one kind are one
@@ -126,29 +154,25 @@ class Part:
     def reasoning(self) -> str:
         return "".join(t.text for t in self.told if isinstance(t, Reasoning))
 
+    @property
+    def calls(self) -> list[Call]:
+        """Of a whole reply."""
+        begun = [t for t in self.told if isinstance(t, CallBegin)]
+        written = [t for t in self.told if isinstance(t, CallArguments)]
+        return [
+            Call(id=b.id, name=b.name, arguments="".join(w.json for w in written if w.index == b.index)) for b in begun
+        ]
+
 
 def merge(parts: Sequence[Part]) -> Part:
     """The parts of one reply as one."""
     return Part(
         index=parts[0].index,
-        told=joined(chain.from_iterable(p.told for p in parts)),
+        told=tuple(joined(chain.from_iterable(p.told for p in parts))),
         tokens=tuple(chain.from_iterable(p.tokens for p in parts)),
         logprobs=tuple(chain.from_iterable(p.logprobs for p in parts)),
         finish=parts[-1].finish,
     )
-
-
-def joined(told: Iterable[Told]) -> tuple[Told, ...]:
-    """Runs of text, and of reasoning, as one each."""
-    out: list[Told] = []
-    for kind, run in groupby(told, type):
-        if kind is Text:
-            out.append(Text("".join(t.text for t in run if isinstance(t, Text))))
-        elif kind is Reasoning:
-            out.append(Reasoning("".join(t.text for t in run if isinstance(t, Reasoning))))
-        else:
-            out += run
-    return tuple(out)
 
 
 @define
@@ -194,9 +218,10 @@ class Head:
 
 
 class Teller(Protocol):
-    """Shapes the replies to one request in a dialect: as events, or as one body."""
+    """Shapes the replies to one request in a dialect: as events, or as one body.   ping: what is sent in silence."""
 
     dialect: Dialect
+    ping: bytes = PING
 
     def open(self, prompts: Sequence[Prompt]) -> Iterable[Event]:
         """Before the first part."""
@@ -205,6 +230,10 @@ class Teller(Protocol):
 
     def close(self) -> Iterable[Event]:
         """After the last part of the last reply."""
+
+    def failed(self, error: Rendered) -> Iterable[Event]:
+        """Instead of the rest."""
+        return [Event(error.body, name="error" if self.dialect is Dialect.ANTHROPIC else None)]
 
     def whole(self, prompts: Sequence[Prompt], replies: Sequence[Part]) -> Mapping[str, Any]: ...
 
@@ -216,8 +245,23 @@ Parse = Callable[[Value, Head], tuple[Ask, Teller]]
 # From ask to tokens
 
 
-def prepare(serving: Serving, ask: Ask) -> tuple[Prompt, ...]:
-    """Render and tokenise; slow for long prompts. Raises BadRequest, ContextTooLong or UnknownModel."""
+def prepare(serving: Serving, ask: Ask) -> tuple[tuple[Prompt, ...], list[TokenMask | None]]:
+    """The prompts, and a mask for each reply. Slow for long prompts and new grammars.
+
+    Raises BadRequest, ContextTooLong or UnknownModel.
+    """
+    prompts = encode_prompts(serving, ask)
+    format = whole_format(serving, ask)
+    if format is None:
+        return prompts, [None] * (len(prompts) * ask.n)
+    close_id = serving.tokenizer.token_to_id(END_THINK)
+    afters = [close_id if prompt.thinking else None for prompt in prompts for _ in range(ask.n)]
+    masks: list[TokenMask | None] = [serving.grammars.matcher(format, after=after) for after in afters]
+    return prompts, masks
+
+
+def encode_prompts(serving: Serving, ask: Ask) -> tuple[Prompt, ...]:
+    """Template and tokenizer applied. Raises as prepare does."""
     serving.check_model(ask.model)
     if ask.n * len(ask.prompts) > serving.max_replies:
         raise BadRequest(
@@ -225,7 +269,8 @@ def prepare(serving: Serving, ask: Ask) -> tuple[Prompt, ...]:
             path="n",
         )
     prompts = tuple(
-        _chat(serving, p) if isinstance(p, Chat) else _plain(serving.tokenizer, p, ask.prompt_path) for p in ask.prompts
+        _chat(serving, p, ask) if isinstance(p, Chat) else _plain(serving.tokenizer, p, ask.prompt_path)
+        for p in ask.prompts
     )
     for prompt in prompts:
         if len(prompt.ids) > serving.client.context_len:
@@ -237,15 +282,52 @@ def prepare(serving: Serving, ask: Ask) -> tuple[Prompt, ...]:
     return prompts
 
 
-def template_options(serving: Serving, chat: Chat) -> dict[str, Any]:
-    return {"enable_thinking": False} | dict(chat.options) if serving.defaults.no_thinking else dict(chat.options)
+def whole_format(serving: Serving, ask: Ask) -> Format | None:
+    """The request's format and what it says about tools, as one."""
+    tools = ask.tools
+    if not tools.schemas or not (tools.must or ask.format):
+        return ask.format
+    style = serving.template().call_style
+    if style is None:
+        raise BadRequest("the model's chat template shows no spelling of tool calls to keep to", path="tool_choice")
+    or_json = None if tools.must else ask.format
+    if or_json is not None and not isinstance(or_json, JsonSchema):
+        raise BadRequest("with tools, only a JSON format can be kept to", path="tools")
+    return Calls(tools=tools.schemas, style=style, parallel=tools.parallel, or_json=or_json)
 
 
-def _chat(serving: Serving, chat: Chat) -> Prompt:
-    template, options = serving.template(), template_options(serving, chat)
-    ids = encode_chat(template, serving.tokenizer, chat.messages, tools=chat.tools or None, **options)
+def template_options(serving: Serving, chat: Chat, *, structured: bool = False) -> dict[str, Any]:
+    """structured: thinking is off unless it is asked for."""
+    quiet = serving.defaults.no_thinking or (structured and "reasoning_effort" not in chat.options)
+    options = ({"enable_thinking": False} if quiet else {}) | dict(chat.options)
+    if isinstance(effort := options.get("reasoning_effort"), str):
+        options["reasoning_effort"] = serving.template().nearest_effort(effort)
+    return options
+
+
+def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
+    template = serving.template()
+    options = template_options(serving, chat, structured=ask.format is not None)
+    if chat.tools and not template.takes_tools:
+        raise BadRequest("the model's chat template has no place for tools", path="tools", code="tools_not_supported")
+    messages = instructed(chat.messages, ask.format) if isinstance(ask.format, JsonSchema) else chat.messages
+    ids = encode_chat(template, serving.tokenizer, messages, tools=chat.tools or None, **options)
     thinking = template.opens_thinking(**options) if template.knows_thinking else None
+    if chat.prefill:
+        if thinking:
+            raise BadRequest("a reply that thinks first cannot be begun for it; turn thinking off", path="messages")
+        ids += encode(serving.tokenizer, chat.prefill, parse_special=False)
     return Prompt(ids=tuple(ids), thinking=thinking)
+
+
+def instructed(messages: Sequence[Mapping[str, Any]], format: JsonSchema) -> Sequence[Mapping[str, Any]]:
+    """The messages with the format told at their head: masks make a reply valid, knowing of them makes it good."""
+    schema = json.dumps(format.schema, ensure_ascii=False)
+    text = f"Answer with JSON alone, without any text around it. It must follow this JSON schema:\n{schema}"
+    first = messages[0]
+    if first.get("role") != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
 
 
 def _plain(tokenizer: Tokenizer, plain: Plain, path: str) -> Prompt:
@@ -268,7 +350,14 @@ class Reply:
     """Turns the deltas of one reply into parts: whole characters, no stop strings, reasoning apart."""
 
     def __init__(
-        self, index: int, prompt: Prompt, tokenizer: Tokenizer, stop: Sequence[str], *, clock: Callable[[], float]
+        self,
+        index: int,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        tools: Tools,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self.index = index
         self.done = False
@@ -278,6 +367,8 @@ class Reply:
         self._close_id = tokenizer.token_to_id(END_THINK)
         by_token = self._close_id is not None and tokenizer.token_to_id(THINK) is not None
         self._split = None if prompt.thinking is None else ReasoningSplit(open=prompt.thinking, by_token=by_token)
+        self._tools = ToolParser(tools.schemas, parallel=tools.parallel) if tools.schemas else None
+        self._called = False
         self._clock = clock
         self._started_s = clock()
         self._first_s: float | None = None
@@ -302,13 +393,28 @@ class Reply:
         if self.done:
             self._take(self._stream.flush(), told)
             told += self._split.flush() if self._split is not None else []
+        said = tuple(joined(self._calls(told, delta)))
+        self._called |= any(isinstance(t, CallBegin) for t in said)
         return Part(
             index=self.index,
-            told=joined(told),
+            told=said,
             tokens=tuple(t.id for t in delta.tokens[:used]),
             logprobs=tuple(self._shown_records()),
             finish=self._finish(delta) if self.done else None,
         )
+
+    def _calls(self, told: Iterable[Told], delta: Delta) -> Iterable[Told]:
+        """The same with tool calls read out of the text."""
+        if self._tools is None:
+            yield from told
+            return
+        for part in told:
+            if isinstance(part, Text):
+                yield from self._tools.feed(part.text)
+            else:
+                yield part
+        if self.done:
+            yield from self._tools.finish(complete=delta.finish is not FinishReason.LENGTH)
 
     def _read(self, token: TokenOut, told: list[Told]) -> None:
         split = self._split
@@ -354,6 +460,7 @@ class Reply:
             reason=FinishReason.LENGTH if length else FinishReason.STOP,
             stop=stop,
             stop_id=delta.stop_id if stop is None else None,
+            called=self._called,
             num_reasoning_tokens=self._num_reasoning_tokens,
             timings=timings,
         )
@@ -374,13 +481,14 @@ class Run:
 
     async def start(self) -> None:
         """Tokenise and submit. Raises what the request is refused for, as far as that comes soon."""
-        self.prompts = await asyncio.to_thread(prepare, self._serving, self._ask)
+        self.prompts, masks = await asyncio.to_thread(prepare, self._serving, self._ask)
         for i in range(len(self.prompts) * self._ask.n):
             prompt = self.prompts[i // self._ask.n]
-            self._replies.append(Reply(i, prompt, self._serving.tokenizer, self._ask.stop, clock=time.monotonic))
-            self._tasks.append(asyncio.ensure_future(self._pump(i, self._request(i, prompt))))
+            reply = Reply(i, prompt, self._serving.tokenizer, self._ask.stop, self._ask.tools, clock=time.monotonic)
+            self._replies.append(reply)
+            self._tasks.append(asyncio.ensure_future(self._pump(i, self._request(i, prompt, masks[i]))))
 
-    def _request(self, index: int, prompt: Prompt) -> GenerateRequest:
+    def _request(self, index: int, prompt: Prompt, mask: TokenMask | None) -> GenerateRequest:
         ask = self._ask
         sampling = self._serving.sampling(ask.sampling)
         if sampling.seed is not None and ask.n > 1:
@@ -392,6 +500,7 @@ class Run:
             max_tokens=self._serving.max_tokens(ask.max_tokens),
             stop_ids=frozenset() if ask.ignore_eos else self._serving.eos_ids,
             logprobs=ask.logprobs,
+            mask=mask,
         )
 
     async def _pump(self, index: int, request: GenerateRequest) -> None:
@@ -467,10 +576,10 @@ async def frames(serving: Serving, ask: Ask, teller: Teller, id: str) -> AsyncGe
         try:
             while not run.done:
                 parts = await run.parts(serving.ping_s)
-                yield pack(e for part in parts for e in teller.feed(part)) if parts else PING
+                yield pack(e for part in parts for e in teller.feed(part)) if parts else teller.ping
             yield pack(teller.close())
         except Exception as error:
-            yield pack([error_event(error, teller.dialect)])
+            yield pack(teller.failed(failure(error, teller.dialect)))
     finally:
         run.close()
 

@@ -13,9 +13,11 @@ from litestar.handlers import HTTPRouteHandler
 from ninfer.api.common import MAX_LOGPROBS, NO_STORE, SAMPLING, chat, plains, sampling, stops, timings
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, decode, integer, number, text
-from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, TokenText, template_options
+from ninfer.api.formats import grammar
+from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, Teller, TokenText, template_options
 from ninfer.api.serving import Serving
 from ninfer.api.sse import Event
+from ninfer.api.tools import read_tools
 from ninfer.runtime.request import FinishReason
 from ninfer.text.prompt import encode, render
 from ninfer.text.tokenizer import Tokenizer
@@ -32,7 +34,7 @@ _NEUTRAL: Mapping[str, float] = {  # fields that are not served, and the value t
     "dry_multiplier": 0,
     "n_indent": 0,
 }
-_EMPTY = ("grammar", "lora", "json_schema")
+_EMPTY = ("lora",)
 _ENDINGS = ("top_n_sigma", "t_max_predict_ms")  # 0 and below: off
 
 
@@ -72,6 +74,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=num_probs or None,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
+        format=grammar(body),
     )
     settings = {k: v for k, v in drawn.items() if k != "logit_bias"}
     view = View(
@@ -96,7 +99,7 @@ def _refuse_unserved(body: Value) -> None:
 
 
 @define
-class Stream:
+class Stream(Teller):
     """Events with text; the last one says everything else. No [DONE]."""
 
     head: Head
@@ -222,7 +225,8 @@ def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
 
     @post("/apply-template", status_code=200)
     async def apply_template(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        asked = chat(decode(await request.body()))
+        body = decode(await request.body())
+        asked = chat(body, read_tools(body)[0])
         options = template_options(serving, asked)
         template = serving.template()
         prompt = await asyncio.to_thread(lambda: render(template, asked.messages, tools=asked.tools or None, **options))

@@ -10,8 +10,12 @@ from attrs import define, field, frozen
 from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, timings, usage
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, integer, text
-from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, TokenText
+from ninfer.api.formats import grammar, response_format
+from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, Teller, TokenText
 from ninfer.api.sse import Event
+from ninfer.api.tools import read_tools
+from ninfer.runtime.request import FinishReason
+from ninfer.text.parts import CallArguments, CallBegin, Reasoning, Text
 
 
 @frozen(kw_only=True)
@@ -24,14 +28,11 @@ class View:
 
 
 def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
-    prompt = chat(body)
-    tool_choice = body["tool_choice"].raw
-    if prompt.tools and tool_choice != "none":
-        raise body["tools"].unsupported("this server does not call tools yet; leave tools out")
     for name in ("functions", "function_call"):
         if body[name].raw:
-            raise body[name].unsupported("use messages without functions")
-    _text_only(body["response_format"])
+            raise body[name].unsupported("say it with tools and tool_choice")
+    shown, tools = read_tools(body)
+    prompt = chat(body, shown)
     wants_logprobs = body["logprobs"].maybe(boolean) or False
     top = body["top_logprobs"].maybe(integer(0, MAX_LOGPROBS)) or 0
     if top and not wants_logprobs:
@@ -50,18 +51,15 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=top if wants_logprobs else None,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
+        tools=tools,
+        format=response_format(body["response_format"]) or grammar(body),
     )
     include_usage = bool(options.given and options["include_usage"].maybe(boolean))
     return ask, Stream(head, View(n=n, logprobs=wants_logprobs, include_usage=include_usage))
 
 
-def _text_only(value: Value) -> None:
-    if value.given and (kind := text(value["type"])) != "text":
-        raise value.unsupported(f"this server answers in free text, not {kind[:20]!r}")
-
-
 @define
-class Stream:
+class Stream(Teller):
     """A role chunk, reasoning, content, a finish chunk for each choice; usage; [DONE]."""
 
     head: Head
@@ -78,10 +76,23 @@ class Stream:
 
     def feed(self, part: Part) -> Iterable[Event]:
         self.tally.add(part)
-        if part.reasoning:
-            yield self._chunk(part.index, {"reasoning_content": part.reasoning})
-        if part.text or part.logprobs:
-            yield self._chunk(part.index, {"content": part.text}, logprobs=part.logprobs)
+        records = part.logprobs
+        for told in part.told:
+            match told:
+                case Reasoning(text):
+                    yield self._chunk(part.index, {"reasoning_content": text})
+                case Text(text):
+                    yield self._chunk(part.index, {"content": text}, logprobs=records)
+                    records = ()
+                case CallBegin(index, id, name):
+                    call = {"index": index, "id": id, "type": "function"}
+                    call |= {"function": {"name": name, "arguments": ""}}
+                    yield self._chunk(part.index, {"tool_calls": [call]})
+                case CallArguments(index, json):
+                    call = {"index": index, "function": {"arguments": json}}
+                    yield self._chunk(part.index, {"tool_calls": [call]})
+        if records:  # of tokens whose text is a call's, or cut off
+            yield self._chunk(part.index, {"content": ""}, logprobs=records)
         if part.finish is not None:
             last = self.tally.complete and not self.view.include_usage
             yield self._chunk(part.index, {}, finish=part.finish, last=last)
@@ -103,9 +114,15 @@ class Stream:
         }
 
     def _choice(self, reply: Part) -> dict[str, Any]:
-        message = {"role": "assistant", "content": reply.text, "refusal": None}
+        calls = reply.calls
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
+        if calls:
+            message["content"] = reply.text or None
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+            ]
         return {
             "index": reply.index,
             "message": message,
@@ -150,4 +167,6 @@ def _record(token: TokenText) -> dict[str, Any]:
 
 
 def _reason(finish: Finish | None) -> str | None:
-    return None if finish is None else finish.reason.value
+    if finish is None:
+        return None
+    return "tool_calls" if finish.called and finish.reason is FinishReason.STOP else finish.reason.value

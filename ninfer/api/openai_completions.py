@@ -10,7 +10,8 @@ from attrs import define, field, frozen
 from ninfer.api.common import MAX_LOGPROBS, plains, sampling, stops, timings, usage
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, integer, text
-from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, TokenText
+from ninfer.api.formats import grammar, response_format
+from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, Teller, TokenText
 from ninfer.api.sse import Event
 
 
@@ -49,6 +50,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=logprobs,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
+        format=response_format(body["response_format"]) or grammar(body),
     )
     view = View(
         num_prompts=len(prompts),
@@ -61,7 +63,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
 
 
 @define
-class Stream:
+class Stream(Teller):
     """The prompts if they are echoed, text, a finish chunk for each choice; usage; [DONE]."""
 
     head: Head

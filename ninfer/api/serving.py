@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from attrs import field, frozen
@@ -12,6 +13,7 @@ from ninfer.config import SamplingDefaults
 from ninfer.errors import BadRequest, UnknownModel
 from ninfer.runtime.request import EngineClient, Sampling
 from ninfer.text.chat import ChatTemplate
+from ninfer.text.grammar import Grammars
 from ninfer.text.tokenizer import Tokenizer
 
 NEUTRAL = Sampling()
@@ -32,6 +34,11 @@ class Serving:
     max_replies: int = 128
     started: int = 0
     ping_s: float = PING_S
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Raises BadRequest where the library for them is missing."""
+        return Grammars(self.tokenizer, self.eos_ids)
 
     def check_model(self, name: str | None) -> None:
         """No name is the served model. Raises UnknownModel."""
