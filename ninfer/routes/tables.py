@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ninfer.routes import host, host_linear
+from ninfer.routes import host, linear_cpu
 from ninfer.routes.route import RouteRegistry
 
-REGISTRY = RouteRegistry((*host_linear.ROUTES, *host.ROUTES))
+REGISTRY = RouteRegistry((*linear_cpu.ROUTES, *host.ROUTES))

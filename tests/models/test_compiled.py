@@ -102,7 +102,9 @@ def test_smollm2_has_the_exact_perplexity(kv_dtype: str) -> None:
     assert len(score.nll) == reference["scored_tokens"]
     assert abs(score.perplexity - reference["float32_perplexity"]) < 0.02
     if kv_dtype == "f32":
-        np.testing.assert_allclose(score.nll, exact["text_nll"], rtol=0, atol=5e-3)
+        # Activations of 16 bits: a token's log-probability moves by 0.006 at most here, 0.0003 on average.
+        np.testing.assert_allclose(score.nll, exact["text_nll"], rtol=0, atol=2e-2)
+        assert np.abs(score.nll - exact["text_nll"]).mean() < 1e-3
 
 
 def test_a_folder_without_a_tokenizer_is_refused() -> None:
