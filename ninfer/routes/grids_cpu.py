@@ -35,7 +35,11 @@ GRIDS = {
     const f32 d = {_D};
     const f32 db[2] = {{d * (0.5f + (f32)(b[74 + r] & 15)) * 0.25f, d * (0.5f + (f32)(b[74 + r] >> 4)) * 0.25f}};"""
     + _SIGNED
-    % {"index": "b[2 + 4 * r + j] | (u32)(b[66 + r] >> 2 * j & 3) << 8", "signs": "b[34 + 4 * r + j]", "d": "db[j / 2]"},
+    % {
+        "index": "b[2 + 4 * r + j] | (u32)(b[66 + r] >> 2 * j & 3) << 8",
+        "signs": "b[34 + 4 * r + j]",
+        "d": "db[j / 2]",
+    },
     "iq3_xxs": f"""
     const u32 word = word32(b + 66 + 4 * r);
     const f32 d = {_D} * (0.5f + (f32)(word >> 28)) * 0.5f;"""
