@@ -104,7 +104,22 @@ class _Cursor:
         if item in _SCALARS:
             dtype = np.dtype(_SCALARS[item])
             return np.frombuffer(self.take(n * dtype.itemsize, f"key {key!r}"), dtype).tolist()
+        if item == _STRING:
+            return self.strings(n, f"key {key!r}")
         return [self.value(item, key, depth + 1) for _ in range(n)]
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """Vocabularies have hundreds of thousands: the same as `string`, in a tight loop."""
+        source, at, size, found = self.file.map, self.at, self.file.size, []
+        for _ in range(count):
+            length = int.from_bytes(source[at : at + 8], "little")
+            if at + 8 + length > size:
+                self.at = at
+                self.string(what)  # raises what is wrong
+            found.append(source[at + 8 : at + 8 + length].decode("utf-8", "replace"))
+            at += 8 + length
+        self.at = at
+        return found
 
 
 @frozen
