@@ -20,7 +20,7 @@ from ninfer.api.errors import Dialect, Unauthorized, handle
 from ninfer.api.fields import decode
 from ninfer.api.generate import Head, Parse, frames, whole
 from ninfer.api.serving import Serving
-from ninfer.api.sse import stream, unless_gone
+from ninfer.api.sse import PING_S, stream, unless_gone
 from ninfer.config import ServeConfig
 from ninfer.runtime.load import Loaded
 from ninfer.runtime.request import EngineClient
@@ -46,6 +46,7 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Lite
         defaults=config.defaults,
         max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
         started=int(time.time()),
+        ping_s=PING_S,
     )
     return application(serving, config)
 

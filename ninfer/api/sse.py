@@ -44,7 +44,7 @@ async def stream(request: Request[Any, Any, Any], frames: AsyncGenerator[bytes, 
     The generator is running when this returns, so however the response ends, its `finally` runs.
     """
     first = await unless_gone(request, _first(frames))
-    return Stream(_rest(first, frames), media_type="text/event-stream; charset=utf-8", headers=HEADERS, status_code=200)
+    return Stream(_rest(first, frames), media_type="text/event-stream", headers=HEADERS, status_code=200)
 
 
 async def _first(frames: AsyncGenerator[bytes, None]) -> bytes:

@@ -67,6 +67,7 @@ class FakeClient:
     requests: list[GenerateRequest] = attrs.field(factory=list)
     cancelled: list[str] = attrs.field(factory=list)
     room: int | None = None
+    num_open: int = 0  # streams that have begun and not ended
     stats_now: EngineStats = attrs.field(factory=lambda: EngineStats(slots=({"id": 0, "is_processing": False},)))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -76,6 +77,7 @@ class FakeClient:
             raise Overloaded("no room", retry_after_s=3.0)
         self.requests.append(request)
         finished = False
+        self.num_open += 1
         try:
             await asyncio.sleep(self.before_s)
             steps = self.script(request)
@@ -106,7 +108,8 @@ class FakeClient:
                 request_id=request.id, finish=FinishReason.STOP, stop_id=0, timings=self._timings(request, count + 1)
             )
         finally:
-            if not finished:
+            self.num_open -= 1
+            if not finished and self.failure is None:
                 self.cancelled.append(request.id)
 
     @staticmethod
@@ -181,8 +184,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def start(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts servers: start(template=..., generation_config=..., ping_s=..., **fields of ServeConfig)."""
+def start(tokenizer: Tokenizer) -> Iterator[Start]:
+    """Starts servers: start(client, template=..., generation_config=..., **fields of ServeConfig)."""
+    yield from starter(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def module_start(tokenizer: Tokenizer) -> Iterator[Start]:
+    yield from starter(tokenizer)
+
+
+def starter(tokenizer: Tokenizer) -> Iterator[Start]:
     running: list[tuple[uvicorn.Server, threading.Thread, httpx.Client]] = []
 
     def begin(

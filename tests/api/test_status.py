@@ -1,0 +1,51 @@
+"""Health, models and metrics."""
+
+from __future__ import annotations
+
+import attrs
+import openai
+
+from .conftest import MODEL, Server
+
+WORK = {"num_running": 1, "num_waiting": 2, "num_pages": 8, "num_free_pages": 6, "num_generated_tokens": 30}
+
+
+def test_health_fails_with_the_engine_and_with_steps_that_never_end(server: Server) -> None:
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/v1/health").status_code == 200
+    now = server.client.stats_now
+    for stats in (attrs.evolve(now, failure="boom"), attrs.evolve(now, num_running=1, seconds_since_step=1e4)):
+        server.client.stats_now = stats
+        response = server.http.get("/health")
+        assert response.status_code == 503
+        assert response.json()["status"] == "unavailable"
+    server.client.stats_now = attrs.evolve(now, seconds_since_step=1e4)
+    assert server.http.get("/health").status_code == 200  # idle
+
+
+def test_the_model_is_listed_and_found_by_name(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    listed = server.http.get("/models").json()["data"][0]
+    assert listed["max_model_len"] == server.client.context_len
+    assert listed["meta"]["n_vocab"] == server.tokenizer.vocab_size
+    missing = server.http.get("/v1/models/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_metrics_are_prometheus_text(server: Server) -> None:
+    server.client.stats_now = attrs.evolve(server.client.stats_now, decode_s=2.0, **WORK)
+    response = server.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = response.text.splitlines()
+    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    assert values["llamacpp:requests_processing"] == "1"
+    assert values["llamacpp:requests_deferred"] == "2"
+    assert values["llamacpp:kv_cache_usage_ratio"] == "0.25"
+    assert values["llamacpp:predicted_tokens_seconds"] == "15"
+    assert values["llamacpp:tokens_predicted_total"] == "30"
+    for name in values:
+        assert any(line.startswith(f"# TYPE {name} ") for line in lines)
+        assert any(line.startswith(f"# HELP {name} ") for line in lines)
