@@ -6,18 +6,18 @@ keep them, at the price of more instructions per weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, frozen
 
 from ninfer.formats.quant import QuantFormat, align_up
-from ninfer.ir.op import Op
-from ninfer.ir.ops.linear import LinearAdd, LinearSwiglu
+from ninfer.ir.op import Op, snake
+from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant
-from ninfer.ir.types import Env, TensorType, Types
+from ninfer.ir.types import B, Env, L, TensorType, Types
 from ninfer.routes.cuda_layout import SLICE, TILE_ROWS, Tiling, layout_of
-from ninfer.routes.route import Geometry, Tuning
+from ninfer.routes.route import Geometry, Route, Stage, Tuning
 
 SHARED_90 = 227 << 10  # of one block on sm_90
 SHARED_80 = 99 << 10  # on sm_86, sm_89 and sm_120
@@ -25,12 +25,13 @@ SHARED_80 = 99 << 10  # on sm_86, sm_89 and sm_120
 
 @frozen
 class Weight:
-    """A matrix of a launch. arg, out: C names; first_tile: of its body's tiles."""
+    """A matrix of a launch. arg, out: C names; first_tile: of its body's tiles; first_row: of all matrices' rows."""
 
     arg: str
     out: str
     n: int
     first_tile: int
+    first_row: int
     fmt: QuantFormat
 
 
@@ -145,12 +146,12 @@ def _bodies(o: Operands, warps: int, span: int, blocks: int, ga: int, batch: int
         groups.setdefault(t.fmt, []).append((i, t))
     bodies = []
     outputs = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}
+    starts = {i: sum(_height(t) for _, t in o.weights[:j]) for j, (i, _) in enumerate(o.weights)}
     for fmt, members in groups.items():
         weights, tiles = [], 0
         for i, t in members:
-            n = t.shape[0]
-            assert isinstance(n, int)
-            weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, fmt))
+            n = _height(t)
+            weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, starts[i], fmt))
             tiles += -(-n // TILE_ROWS)
         unit = (batch if o.quant else 2) if o.swiglu else 1
         layout = layout_of(fmt)
@@ -168,6 +169,12 @@ def _bodies(o: Operands, warps: int, span: int, blocks: int, ga: int, batch: int
             bodies.append(Body("", None, fmt.dtype.name, tuple(weights), tiles, unit,
                                TILE_ROWS * o.k * fmt.dtype.nbytes, 1, 0, 0, padded, stride, comment=names))  # fmt: skip
     return _share(bodies, blocks)
+
+
+def _height(t: TensorType) -> int:
+    n = t.shape[0]
+    assert isinstance(n, int)
+    return n
 
 
 def _share(bodies: Sequence[Body], blocks: int) -> tuple[Body, ...]:
@@ -244,9 +251,13 @@ def _rows(o: Operands, env: Env) -> int:
     return first if isinstance(first, int) else env[first]
 
 
+def _num_inputs(o: Operands) -> int:
+    return max([i for i, _ in o.weights] + [o.residual or 0]) + 1
+
+
 def _names(o: Operands, types: Types) -> str:
     """C parameters: inputs, then outputs."""
-    num_inputs = max([i for i, _ in o.weights] + [o.residual or 0]) + 1
+    num_inputs = _num_inputs(o)
     names = [f"const {'u8' if t.fmt or t.dtype.bits == 8 else 'f32'}* a{i}" for i, t in enumerate(types[:num_inputs])]
     if o.quant:
         return ", ".join([*names, "u8* y0", "f32* y1"])
@@ -294,3 +305,208 @@ def _quantize_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geomet
     k = types[0].shape[1]
     assert isinstance(k, int)
     return Geometry((types[0].concrete(env)[0], 1, 1), _quantize_threads(k))
+
+
+# Prompts: weights as bf16 in the workspace, once per chunk, then a library's product.
+
+
+@frozen
+class GemmPlaces:
+    """Byte offsets in the workspace."""
+
+    weights: int
+    x: int
+    product: int
+    end: int
+
+
+def gemm(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
+    """For the kernels around a product of bf16 matrices, and for a library's product (a, b, c and their offsets).
+
+    tuning of our own product, which needs no unpacked weights: warps (of 32 weight rows), columns (rows of x).
+    """
+    o = operands(op, types)
+    rows, total = _rows(o, env), sum(_height(t) for _, t in o.weights)
+    single = o.weights[0][1].fmt
+    stored = len(o.weights) == 1 and single is not None and single.name == "bf16"
+    direct = len(o.weights) == 1 and o.residual is None and not o.swiglu
+    x_at = 0 if stored or "warps" in tuning else align_up(2 * total * o.k, 256)
+    product_at = x_at + align_up(2 * rows * o.k, 256)
+    end = product_at + (0 if direct else align_up(2 * rows * total, 256))
+    bodies = _bodies(o, 1, 1, 1, SLICE, 2)
+    items = sum(-(-w.n // TILE_ROWS) * (b.chunks if b.tiling else -(-o.k // 256)) for b in bodies for w in b.weights)
+    first = o.x.shape[0]
+    workspace = _num_inputs(o) + (2 if o.quant else 1 if o.swiglu else len(o.weights))
+    return {
+        "T": rows, "K": o.k, "N": _height(o.weights[0][1]), "NS": total, "bodies": bodies, "items": items,
+        "at": GemmPlaces(0, x_at, product_at, end), "packed": o.packed, "x": "a0", "x_scale": "a1",
+        "x_codes": align_up(o.k, o.packed or 1), "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
+        "offset": o.offset, "swiglu": o.swiglu, "quant": o.quant, "y_codes": "y0", "y_scale": "y1",
+        "residual": "" if o.residual is None else f"a{o.residual}", "parameters": _names(o, types),
+        "m": rows, "n": total, "k": o.k, "a": workspace, "a_offset": x_at,
+        "b": o.weights[0][0] if stored else workspace, "b_offset": 0,
+        "c": _num_inputs(o) if direct else workspace, "c_offset": 0 if direct else product_at,
+        "out": "f32" if direct else "bf16",
+        "rows_field": "logit_rows" if first is L else "seqs" if first is B else "rows",
+        "direct": direct, "stored": stored, "KS": -(-o.k // SLICE),
+    }  # fmt: skip
+
+
+def _dequantise_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((-(-gemm(op, types, env, tuning)["items"] // 8), 1, 1), 256)
+
+
+def _convert_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((gemm(op, types, env, tuning)["T"], 1, 1), 256)
+
+
+def _finish_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    c = gemm(op, types, env, tuning)
+    return Geometry((-(-(c["N"] if c["swiglu"] else c["NS"]) // 1024), c["T"], 1), 256)
+
+
+def _mma_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    o, step = operands(op, types), 32 * tuning["warps"]
+    blocks = sum(-(-_height(t) // step) for _, t in o.weights)
+    return Geometry((blocks, -(-_rows(o, env) // tuning["columns"]), 1), step)
+
+
+def _gemm_workspace(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
+    end = gemm(op, types, env, tuning)["at"].end
+    assert isinstance(end, int)
+    return end
+
+
+# What routes accept.
+
+
+def _readable(op: Op, types: Types) -> str | None:
+    o = operands(op, types)
+    for _, t in o.weights:
+        assert t.fmt is not None
+        if t.fmt.is_grid:
+            return f"{t.fmt.name} is a table of vectors, which no kernel unpacks yet"
+    return None
+
+
+def _wide_loads(op: Op, types: Types) -> str | None:
+    o = operands(op, types)
+    if o.k % 8:
+        return f"rows of {o.k} values do not begin at multiples of 16 bytes"
+    if o.quant and (_height(o.weights[0][1]) % o.quant or o.quant not in (32, 64, 128)):
+        return f"{_height(o.weights[0][1])} outputs are not whole groups of {o.quant}"
+    return _readable(op, types)
+
+
+def _fits(rows: int, limit: int) -> Callable[[Op, Types], str | None]:
+    """Shared memory holds the activations of `rows` rows and a ring of weights."""
+
+    def refuse(op: Op, types: Types) -> str | None:
+        reason = _wide_loads(op, types)
+        if reason is not None:
+            return reason
+        env = Env(rows=rows, logit_rows=rows, seqs=rows)
+        need = _stream(op, types, env, {"warps": 8, "blocks": 1}, 2)["at"].end
+        return None if need <= limit << 10 else f"{rows} rows need {need} bytes of shared memory, of {limit << 10}"
+
+    return refuse
+
+
+def _with_finish(direct: bool, stored: bool) -> Callable[[Op, Types], str | None]:
+    def refuse(op: Op, types: Types) -> str | None:
+        reason = _wide_loads(op, types)
+        if reason is not None:
+            return reason
+        c = gemm(op, types, Env(1, 1, 1), {})
+        if not direct and any(_height(t) % 4 for _, t in operands(op, types).weights):
+            return "needs numbers of outputs that are multiples of 4"
+        return None if (c["direct"], c["stored"]) == (direct, stored) else "is for other operands"
+
+    return refuse
+
+
+RTOL = 0.03  # int8 activations in groups of 64: 0.6 % of a product, twice that through SwiGLU, which multiplies two
+RTOL_BF16 = 0.015
+
+OPS: tuple[type[Op], ...] = (Linear, LinearAdd, LinearSwiglu, FusedLinear)
+WIDTHS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32))
+
+
+def _stream_route(
+    op: type[Op], low: int, high: int, name: str, need: str, limit: int, tunings: tuple[Tuning, ...]
+) -> Route[Any]:
+    return Route(
+        name=f"{snake(op.__name__)}.{name}.{high}", op=op, device="cuda", template="cuda/linear_stream.cu.j2",
+        geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,), refuse=_fits(high, limit),
+        tunings=tunings, rtol=RTOL,
+    )  # fmt: skip
+
+
+def _gemm_route(op: type[Op], direct: bool, stored: bool) -> Route[Any]:
+    product = Stage[Op](library="gemm_bf16")
+    convert = Stage[Op](template="cuda/gemm_convert.cu.j2", geometry=_convert_geometry)
+    finish = Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=_finish_geometry)
+    first = (
+        ("cuda/gemm_convert.cu.j2", _convert_geometry)
+        if stored
+        else ("cuda/gemm_dequantise.cu.j2", _dequantise_geometry)
+    )
+    then = ((), (convert,))[not stored] + (product,) + ((), (finish,))[not direct]
+    kind = "".join(("-stored" if stored else "", "-direct" if direct else ""))
+    return Route(
+        name=f"{snake(op.__name__)}.gemm{kind}", op=op, device="cuda", template=first[0], geometry=first[1], then=then,
+        context=gemm, workspace=_gemm_workspace, widths=(33, 1 << 30), refuse=_with_finish(direct, stored),
+        rtol=RTOL_BF16 if op is not FusedLinear else RTOL, sim=False,
+    )  # fmt: skip
+
+
+def _mma_route(op: type[Op], direct: bool) -> Route[Any]:
+    then = [Stage[Op](template="cuda/gemm_mma.cu.j2", geometry=_mma_geometry)]
+    if not direct:
+        then.append(Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=_finish_geometry))
+
+    def refuse(op: Op, types: Types) -> str | None:
+        reasons = [_with_finish(direct, stored)(op, types) for stored in (False, True)]
+        return None if None in reasons else reasons[0]
+
+    return Route(
+        name=f"{snake(op.__name__)}.mma{'-direct' if direct else ''}", op=op, device="cuda",
+        template="cuda/gemm_convert.cu.j2", geometry=_convert_geometry, then=tuple(then), context=gemm,
+        workspace=_gemm_workspace, widths=(9, 1 << 30), needs=("sm80",), refuse=refuse,
+        tunings=({"warps": 4, "columns": 64}, {"warps": 4, "columns": 128}, {"warps": 4, "columns": 16},
+                 {"warps": 4, "columns": 32}),
+        rtol=RTOL_BF16 if op is not FusedLinear else RTOL,
+    )  # fmt: skip
+
+
+def _exact_route(op: type[Op]) -> Route[Any]:
+    return Route(
+        name=f"{snake(op.__name__)}.exact", op=op, device="cuda", template="cuda/linear_exact.cu.j2",
+        geometry=_exact_geometry, context=exact, refuse=_readable, tunings=({"warps": 4}, {"warps": 8}),
+        numerics="cuda.linear.f32",
+    )  # fmt: skip
+
+
+def routes(units: int) -> tuple[Route[Any], ...]:
+    """All of them, with grids for a GPU of so many multiprocessors."""
+    bulk = ({"warps": 10, "stages": 4, "blocks": units, "bulk": 1, "resident": 2},
+            {"warps": 8, "stages": 5, "blocks": units, "bulk": 1, "resident": 2})  # fmt: skip
+    copies = ({"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48},
+              {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99})  # fmt: skip
+    found: list[Route[Any]] = []
+    for op in OPS:
+        found += [_stream_route(op, low, high, "bulk", "sm90", 227, bulk) for low, high in WIDTHS]
+        found += [_stream_route(op, low, high, "stream", "sm80", 99, copies) for low, high in WIDTHS]
+        found += [_gemm_route(op, direct, stored) for direct in (False, True) for stored in (False, True)]
+        found += [_mma_route(op, direct) for direct in (False, True)]
+        if op is not FusedLinear:
+            found.append(_exact_route(op))
+    found += [
+        Route(name=f"{snake(op.__name__)}.cuda", op=op, device="cuda", template="cuda/quantize.cu.j2",
+              geometry=_quantize_geometry, context=_quantize_context, numerics="cuda.quantize", rtol=RTOL)
+        for op in (QuantizeRows, RmsNormQuant)
+    ]  # fmt: skip
+    return tuple(found)
+
+
+ROUTES: tuple[Route[Any], ...] = routes(132)
