@@ -401,13 +401,16 @@ class CudaDevice:
         return call
 
     def library(self, launch: Launch, pointers: Sequence[int], header: NDArray[Any]) -> Callable[[], None]:
-        """gemm_bf16, gemm_f16: c[rows, n] = a[rows, k] b[n, k]^T, operands by argument index (the header is none)."""
+        """gemm_bf16, gemm_f16: c[rows, n] = a[rows, k] b[n, k]^T.
+
+        Operands by argument index (the header is none) and byte offset; rows_field: the header's count of rows.
+        """
         assert launch.library is not None
         name, p = launch.library
         if name not in ("gemm_bf16", "gemm_f16"):
             raise DeviceError(f"{launch.op.key}: this device has no library routine {name}")
         blas = self._cublas()
-        n, k, count = int(p["n"]), int(p["k"]), str(p.get("rows", "rows"))
+        n, k, count = int(p["n"]), int(p["k"]), str(p.get("rows_field", "rows"))
         a, b, c = (pointers[1 + int(p[x])] + int(p.get(f"{x}_offset", 0)) for x in "abc")
         one, zero = np.ones((), np.float32), np.zeros((), np.float32)
         kind = 14 if name == "gemm_bf16" else 2  # CUDA_R_16BF, CUDA_R_16F
@@ -472,6 +475,7 @@ class CudaExecutable:
             raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {self.memory.arena_bytes}")
         self._make_record()
         redirect = self._make_results()
+        self.memory.regions += [self._record, self._results]  # freed with it
         self._make_calls(redirect)
         if all(launch.library is None for launch in self.plan.launches):
             self._capture()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 from attrs import frozen
 
 from ninfer.formats.quant import Packed, QuantFormat
+from ninfer.formats.tile import TILE, make_tile
 
 
 @frozen(eq=False)
 class Synthetic:
-    """A matrix of values about N(0, 1 / K) in `format`: TILE random rows, turned by the seed and repeated."""
+    """A matrix in `format`: TILE random rows, turned by `seed` runs of 16 rows and repeated."""
 
     format: QuantFormat
     shape: tuple[int, ...]
     seed: int
-    TILE: ClassVar[int] = 256
+    TILE: ClassVar[int] = TILE
 
     @property
     def nbytes(self) -> int:
@@ -25,6 +25,4 @@ class Synthetic:
 
     def tile(self) -> Packed:
         """The rows that are repeated, or the whole of a small matrix; equal for all seeds."""
-        n, k = min(self.shape[0], self.TILE), self.shape[1]
-        x = np.random.default_rng(k).standard_normal((n, k), np.float32) * np.float32(k**-0.5)
-        return Packed(self.format, self.format.pack(x), (n, k))
+        return make_tile(self.format, min(self.shape[0], TILE), self.shape[1])

@@ -24,7 +24,7 @@ from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.sample import Sample
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
 from ninfer.ir.types import B, Env, M, P, S, T, TensorType
-from ninfer.routes.cuda import CUDA_ROUTES
+from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
 from ninfer.routes.lower import Arena, Lowering
 from ninfer.routes.profile import DeviceProfile
@@ -32,13 +32,13 @@ from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate, RouteRegistry
 from ninfer.routes.select import Selector
 
-REGISTRY = RouteRegistry(CUDA_ROUTES)
 GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 
-Run = Callable[[Sequence[Launch], NDArray[np.uint8], NDArray[np.uint8]], None]  # launches, arena, header bytes
+# launches, arena, header bytes, bytes of each operand by offset
+Run = Callable[[Sequence[Launch], NDArray[np.uint8], NDArray[np.uint8], dict[int, int]], None]
 
 
 @frozen
@@ -105,16 +105,17 @@ def _case(
 
 
 def trials(info: DeviceInfo) -> Iterator[Trial]:
+    registry = RouteRegistry(cuda_routes(info.units))
     for op in OPS.ops:
         for case in (*op.cases(), *(c for c in long_cases() if type(c.op) is op)):
             for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)
-                for candidate in REGISTRY.candidates(case.op, case.types, env, info):
+                for candidate in registry.candidates(case.op, case.types, env, info):
                     yield Trial(case, candidate, env)
 
 
 def lowering_for(info: DeviceInfo) -> Lowering:
-    return Lowering(Selector(REGISTRY, info, DeviceProfile("test")), Renderer(info))
+    return Lowering(Selector(RouteRegistry(cuda_routes(info.units)), info, DeviceProfile("test")), Renderer(info))
 
 
 @frozen
@@ -122,6 +123,7 @@ class Layout:
     launches: tuple[Launch, ...]
     inputs: tuple[int, ...]  # offsets
     outputs: tuple[int, ...]
+    spans: dict[int, int]  # bytes of each operand by offset, workspaces too
     nbytes: int
 
 
@@ -129,11 +131,12 @@ def lay_out(trial: Trial, lowering: Lowering) -> Layout:
     """Launches over offsets in one arena with guards between all operands."""
     case, at = trial.case, GUARD
     outs = case.op.infer(case.types)
-    offsets = []
+    offsets, spans = [], dict[int, int]()
     for i, type in enumerate((*case.types, *outs)):
         offsets.append(at)
         nbytes = _device_bytes(case.arrays[i]).nbytes if i < len(case.types) else 0
-        at += -(-max(type.nbytes(trial.env), nbytes) // 256) * 256 + GUARD
+        spans[at] = max(type.nbytes(trial.env), nbytes)
+        at += -(-spans[at] // 256) * 256 + GUARD
     values = [Value(f"a{i}", t, Kind.NODE) for i, t in enumerate((*case.types, *outs))]
     n = len(case.types)
     node = Node(case.op, tuple(values[:n]), tuple(values[n:]), None)
@@ -146,7 +149,8 @@ def lay_out(trial: Trial, lowering: Lowering) -> Layout:
         [BufferRef(Place.ARENA, offset=o) for o in offsets],
         space,
     )
-    return Layout(tuple(launches), tuple(offsets[:n]), tuple(offsets[n:]), space.end + GUARD)
+    spans.update((ref.offset, space.end - ref.offset) for x in launches for ref in x.args if ref.offset not in spans)
+    return Layout(tuple(launches), tuple(offsets[:n]), tuple(offsets[n:]), spans, space.end + GUARD)
 
 
 def _device_bytes(array: NDArray[np.generic] | Packed) -> NDArray[np.uint8]:
@@ -172,7 +176,7 @@ def check(trial: Trial, lowering: Lowering, run: Run) -> float:
     arenas = []
     for _ in range(2):
         arena = _aligned(start)
-        run(layout.launches, arena, header.reshape(1).view(np.uint8))
+        run(layout.launches, arena, header.reshape(1).view(np.uint8), layout.spans)
         arenas.append(arena)
 
     arrays = tuple(a if isinstance(a, Packed) else a.copy() for a in case.arrays)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from gpu import GpuRun
 from numpy.typing import NDArray
 from parity import Trial, check, lowering_for, trials
 
+from ninfer.devices.cuda import CudaDevice, cuda_info, cuda_missing, libraries
 from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
 from ninfer.devices.plan import Launch
 
@@ -20,7 +22,9 @@ LOWERING = lowering_for(INFO)
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
 def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimPrograms) -> None:
-    def run(launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8]) -> None:
+    def run(
+        launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
+    ) -> None:
         for launch in launches:
             if launch.source is None:
                 pytest.skip("a library call")
@@ -30,3 +34,16 @@ def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimProg
                        launch.geometry.shared, order=order)  # fmt: skip
 
     check(trial, LOWERING, run)
+
+
+def _gpu_trials() -> list[Trial]:
+    if cuda_missing() is not None:
+        return []
+    return list(trials(cuda_info(libraries())))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda_missing() is not None, reason=cuda_missing() or "")
+@pytest.mark.parametrize("trial", _gpu_trials(), ids=lambda t: t.id)
+def test_a_route_computes_its_op_on_a_gpu(trial: Trial, gpu: CudaDevice) -> None:
+    check(trial, lowering_for(gpu.info), GpuRun(gpu))

@@ -1,0 +1,188 @@
+"""Plain decode steps of a model on a GPU: tokens per second, beside what the memory bus allows.
+
+    python experiments/bench_decode.py synthetic:qwen3.5-27b --format q4_g64/q5_g64 --context 512 131072 --json out.json
+
+The roofline is the bytes that a token must move (weights once, keys and values of the context, recurrent states read
+and written) over the read bandwidth that ceilings.py measures in the same run. "step" is the device's time for a step,
+"wall" includes what Python does for a request; "host" is what starting a step costs the host beside the wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ceilings
+
+from ninfer.artifacts import open_artifact
+from ninfer.artifacts.artifact import Artifact
+from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
+from ninfer.devices.cuda import CudaDevice, CudaExecutable, Weight
+from ninfer.devices.synthetic import Synthetic
+from ninfer.formats.kv import by_name as kv_by_name
+from ninfer.ir.graph import Graph
+from ninfer.ir.types import Env
+from ninfer.models import identify
+from ninfer.routes.cuda import cuda_routes
+from ninfer.routes.lower import Lowering
+from ninfer.routes.profile import DeviceProfile
+from ninfer.routes.render import Renderer
+from ninfer.routes.route import RouteRegistry
+from ninfer.routes.select import Selector
+from ninfer.runtime.batch import Draw, SeqRows
+from ninfer.runtime.request import Sampling
+from ninfer.runtime.steps import fill_step, read_drawn
+from ninfer.runtime.weights import bind_weights
+
+PAGE = 64
+
+
+def open_model(name: str, format: str | None) -> Artifact:
+    return SyntheticArtifact(name, format) if name.startswith(PREFIX) else open_artifact(Path(name))
+
+
+def weights_of(graph: Graph, artifact: Artifact) -> dict[str, Weight]:
+    """Matrices of a synthetic model are markers, which the device fills."""
+    if not isinstance(artifact, SyntheticArtifact):
+        return dict(bind_weights(graph, artifact))
+    weights: dict[str, Weight] = {}
+    for i, (value, spec) in enumerate(graph.weights.items()):
+        shape = tuple(int(d) for d in value.type.shape)
+        if value.type.fmt is not None:
+            weights[value.name] = Synthetic(value.type.fmt, shape, i)
+        else:
+            weights[value.name] = np.ascontiguousarray(artifact.get(spec.pieces[0].param).f32().reshape(shape))
+    return weights
+
+
+def bytes_per_step(
+    device: CudaDevice, graph: Graph, weights: dict[str, Weight], env: Env, rows: int, context: int
+) -> dict[str, int]:
+    """What a step must move at least. An embedding table that is not also the head gives its rows only."""
+    used = {a for node in graph.nodes for a in node.args if node.op.key != "embed"}
+    matrices = sum(device.weight_bytes(weights[v.name]) for v in graph.weights if v in used)
+    kv = sum(t.type.nbytes(env) for n, t in graph.states.items() if n.startswith("kv.")) // (env.pages * PAGE)
+    state = sum(v.type.nbytes(env) for n, v in graph.states.items() if n.startswith(("delta.", "conv.")))
+    return {"weights": matrices, "kv": rows * context * kv, "state": 2 * state * rows // env.slots}
+
+
+def bind(device: CudaDevice, lowering: Lowering, graph: Graph, weights: dict[str, Weight], env: Env) -> CudaExecutable:
+    plan = lowering.lower(graph, env)
+    start = time.perf_counter()
+    entries = device.compile([plan])
+    compiled = time.perf_counter()
+    memory = device.memory(weights, {n: v.type for n, v in graph.states.items()}, env, plan.arena_bytes)
+    loaded = time.perf_counter()
+    runtime = device.cupy.cuda.runtime
+    for name, array in memory.states.items():  # small bf16 numbers: a cache of zeros would draw less power
+        if name.startswith("kv."):
+            runtime.memset(array.data.ptr, 0x3C, array.nbytes)
+    table = np.arange(env.slots * env.max_pages, dtype=np.int32) % env.pages
+    memory.write_state("page_table", slice(None), table.reshape(env.slots, env.max_pages))
+    executable = device.bind(plan, memory, {v.name: a for v, a in graph.consts.items()}, entries)
+    print(f"  {len(plan.launches)} launches, {len(entries)} kernels; compiled {compiled - start:.1f} s, "
+          f"weights {loaded - compiled:.1f} s, captured {time.perf_counter() - loaded:.1f} s", flush=True)  # fmt: skip
+    return executable
+
+
+def measure(executable: CudaExecutable, rows: int, context: int, seconds: float) -> dict[str, float]:
+    """Each row is a sequence of its own with `context` tokens."""
+    draw = Draw(sampling=Sampling(temperature=0.0), seed=1)
+
+    def batch(token: int) -> list[SeqRows]:
+        return [SeqRows(slot=s, kv_len=context, tokens=(token,), generated=True, draw=draw) for s in range(rows)]
+
+    for _ in range(3):
+        fill_step(batch(1), executable.step, executable.header)
+        executable.launch()
+    executable.time(3)
+    repeats = max(5, int(seconds / 7 / executable.time(5)))
+    steps = [executable.time(repeats) for _ in range(7)]
+    walls, token = [], 1
+    for _ in range(7 * min(repeats, 50)):
+        began = time.perf_counter()
+        seqs = batch(token)
+        fill_step(seqs, executable.step, executable.header)
+        drawn = read_drawn(seqs, executable.launch())
+        walls.append(time.perf_counter() - began)
+        token = max(0, drawn[0].token) if drawn[0] is not None else 1
+    return {
+        "step_s": statistics.median(steps),
+        "spread": (max(steps) - min(steps)) / statistics.median(steps),
+        "wall_s": statistics.median(walls),
+        "host_s": executable.host_seconds(20),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help=f"{PREFIX}NAME or a model file")
+    parser.add_argument("--format", help="weight format of a synthetic model, e.g. q4_g64/q5_g64")
+    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences of one token each")
+    parser.add_argument("--kv-dtype", default="bf16")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each point")
+    parser.add_argument("--plain", action="store_true", help="without the fusions of a decode plan")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--explain", action="store_true", help="print the plan")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    device = ceilings.open_gpu(args.device)
+    read = ceilings.bandwidth(device, ceilings.Timer(device, 0.3))["read_tb_per_s"] * 1e12
+    artifact = open_model(args.model, args.format)
+    family, spec = identify(artifact.config)
+    print(f"{device.info.name}: read {read / 1e12:.2f} TB/s;  {args.model}: {spec.summary}, {artifact.summary()}")
+    graph = family.build(spec, artifact.info, kv=kv_by_name(args.kv_dtype), mode="sample")
+    registry = RouteRegistry(cuda_routes(device.info.units))
+    selector = Selector(registry, device.info, DeviceProfile(device.info.hardware_class))
+    lowering = Lowering(selector, Renderer(device.info))
+    weights, points = weights_of(graph, artifact), list[dict[str, Any]]()
+    for batch in args.batch:
+        pages_each = (max(args.context) + PAGE) // PAGE + 1
+        env = Env(rows=batch, logit_rows=batch, seqs=batch, slots=batch, pages=batch * pages_each, max_pages=pages_each)
+        step_graph = graph if args.plain else fused(graph, env)
+        executable = bind(device, lowering, step_graph, weights, env)
+        if args.explain:
+            print(executable.plan.table())
+        for context in args.context:
+            moved = bytes_per_step(device, graph, weights, env, batch, context)
+            m = measure(executable, batch, context, args.seconds)
+            floor = sum(moved.values()) / read
+            point = {
+                "model": args.model, "format": args.format, "batch": batch, "context": context, "kv": args.kv_dtype,
+                "tok_per_s": round(batch / m["wall_s"], 1), "step_ms": round(m["step_s"] * 1e3, 4),
+                "wall_ms": round(m["wall_s"] * 1e3, 4), "host_us": round(m["host_s"] * 1e6, 1),
+                "spread": round(m["spread"], 4), "bytes": moved, "roofline": round(floor / m["step_s"], 4),
+                "launches": len(executable.plan.launches), "device": device.info.name,
+                "read_tb_per_s": read / 1e12, "date": datetime.date.today().isoformat(),
+            }  # fmt: skip
+            points.append(point)
+            line = f"batch {batch}  context {context:>6}  {point['tok_per_s']:>7} tok/s  step {point['step_ms']:.3f} ms"
+            line += (
+                f"  {sum(moved.values()) / 1e9:.2f} GB  {point['roofline']:.1%} of the bus  host {point['host_us']} us"
+            )
+            print(line, flush=True)
+            print(json.dumps(point), flush=True)
+        device.close()
+    if args.json:
+        args.json.write_text(json.dumps(points, indent=1))
+
+
+def fused(graph: Graph, env: Env) -> Graph:
+    """The graph as a decode plan has it."""
+    return graph
+
+
+if __name__ == "__main__":
+    main()

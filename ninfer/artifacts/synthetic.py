@@ -1,0 +1,208 @@
+"""Models without files: published shapes, weights from a seed. For measuring speed; their text means nothing.
+
+`synthetic:qwen3.5-27b` is a name; a format is one name, or two as in `q4_g64/q5_g64`: queries, keys, delta inputs, gate
+and up in the first, other projections in the second. Embedding and head take q8_g32 beside formats of fewer bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
+from ninfer.errors import UsageError
+from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
+from ninfer.formats.tile import TILE, make_tile
+
+PREFIX = "synthetic:"
+
+
+def _qwen3_5(
+    hidden: int,
+    layers: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    *,
+    tied: bool = False,
+    vocab: int = 248320,
+    head_dim: int = 256,
+    key_heads: int = 16,
+) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+
+
+def _llama(
+    hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": tied,
+    }
+
+
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "qwen3.5-27b": _qwen3_5(5120, 64, 17408, 24, 4, 48),
+    "qwen3.5-9b": _qwen3_5(4096, 32, 12288, 16, 4, 32),
+    "bonsai2-27b": _qwen3_5(5120, 64, 17408, 24, 4, 48),
+    "qwen3.5-tiny": _qwen3_5(512, 4, 1024, 4, 2, 8, vocab=4096, key_heads=4),
+    "llama-8b": _llama(4096, 32, 14336, 32, 8, 128256, tied=False),
+    "llama-tiny": _llama(256, 2, 512, 4, 2, 4096, tied=True),
+}
+DEFAULT_FORMAT = {"bonsai2-27b": "t2_g128"}
+_FIRST = ("q_proj", "k_proj", "in_proj_qkv", "gate_proj", "up_proj")
+_SMALL = ("in_proj_a", "in_proj_b")
+
+
+def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a checkpoint of this config."""
+    h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    qwen = config["model_type"].startswith("qwen3_5")
+    d = config.get("head_dim", h // heads)
+    q, kv = heads * d, config["num_key_value_heads"] * d
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], h),
+        "model.norm.weight": (h,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], h)
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        shapes |= {f"{p}input_layernorm.weight": (h,), f"{p}post_attention_layernorm.weight": (h,)}
+        shapes |= {f"{p}mlp.{n}_proj.weight": (inner, h) for n in ("gate", "up")}
+        shapes[f"{p}mlp.down_proj.weight"] = (h, inner)
+        if qwen and (i + 1) % config["full_attention_interval"]:
+            hv, dv = config["linear_num_value_heads"], config["linear_value_head_dim"]
+            channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + hv * dv
+            a = f"{p}linear_attn."
+            shapes |= {
+                f"{a}in_proj_qkv.weight": (channels, h),
+                f"{a}in_proj_z.weight": (hv * dv, h),
+                f"{a}in_proj_a.weight": (hv, h),
+                f"{a}in_proj_b.weight": (hv, h),
+                f"{a}conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+                f"{a}A_log": (hv,),
+                f"{a}dt_bias": (hv,),
+                f"{a}norm.weight": (dv,),
+                f"{a}out_proj.weight": (h, hv * dv),
+            }
+            continue
+        a = f"{p}self_attn."
+        shapes |= {f"{a}q_proj.weight": (2 * q if qwen else q, h), f"{a}k_proj.weight": (kv, h)}
+        shapes |= {f"{a}v_proj.weight": (kv, h), f"{a}o_proj.weight": (h, q)}
+        if qwen:
+            shapes |= {f"{a}q_norm.weight": (d,), f"{a}k_norm.weight": (d,)}
+    return shapes
+
+
+class SyntheticArtifact(Artifact):
+    """Rows of `get` repeat every TILE rows, so that a large matrix is made fast."""
+
+    kind = "synthetic"
+    tokenizer_source = None
+    chat_template = None
+
+    def __init__(self, name: str, format: str | None = None, *, seed: int = 0) -> None:
+        """name: with or without the prefix.   Raises UsageError listing what there is."""
+        name = name.removeprefix(PREFIX)
+        if name not in CONFIGS:
+            raise UsageError(f"no synthetic model {name!r}; there are {', '.join(CONFIGS)}")
+        self.path, self.display_name = Path(PREFIX + name), name
+        self.config, self.generation_config = CONFIGS[name], {}
+        self._seed = seed
+        first, _, second = (format or DEFAULT_FORMAT.get(name, "q4_g64/q5_g64")).partition("/")
+        self._formats = by_name(first), by_name(second or first)
+        self._shapes = shapes_of(self.config)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._shapes:
+            raise self.missing(name)
+        return TensorInfo(self._shapes[name], self._format(name))
+
+    def _format(self, name: str) -> QuantFormat:
+        part = name.removesuffix(".weight").split(".")[-1]
+        first, second = self._formats
+        if len(self._shapes[name]) != 2 or part == "norm":
+            return F32_FORMAT
+        if part in _SMALL:
+            return BF16_FORMAT
+        if part in ("embed_tokens", "lm_head"):
+            return first if first.is_plain else by_name("q8_g32")
+        return first if part in _FIRST else second
+
+    def get(self, name: str) -> Parameter:
+        info = self.info(name)
+        if info.format is F32_FORMAT:
+            values = self._vector(name, info.shape)
+            return Parameter(name, info.shape, F32_FORMAT, values.reshape(-1).view(np.uint8))
+        n, k = info.shape
+        tile = make_tile(info.format, min(n, TILE), k)
+        index = (np.arange(n) + 16 * self.seed_of(name)) % tile.shape[0]
+        raw = info.format.gather_rows(tile.raw, tile.shape, index)
+        return Parameter(name, info.shape, info.format, raw)
+
+    def seed_of(self, name: str) -> int:
+        """Of a matrix: by how many runs of 16 rows the tile is turned."""
+        return self._seed + list(self._shapes).index(name)
+
+    def _vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Norm weights that keep values in range, decays near those of trained models."""
+        rng = np.random.default_rng([self._seed, list(self._shapes).index(name)])
+        noise = rng.standard_normal(prod(shape)).astype(np.float32).reshape(shape)
+        part = name.removesuffix(".weight").split(".")[-1]
+        if part == "A_log":
+            return np.float32(0.5) + np.float32(0.5) * noise
+        if part == "dt_bias":
+            return np.float32(-3) + noise
+        if part == "conv1d":
+            return np.float32(0.5) * noise
+        offset = 0 if self.config["model_type"].startswith("qwen3_5") and "linear_attn" not in name else 1
+        return np.float32(offset) + np.float32(0.05) * noise
+
+    def close(self) -> None:
+        pass
