@@ -31,6 +31,7 @@ from ninfer.devices.base import DeviceInfo, Source
 from ninfer.formats.dtypes import F32, I8
 from ninfer.formats.quant import Packed, by_name
 from ninfer.ir.op import Op
+from ninfer.ir.ops.linear import Linear
 from ninfer.ir.ops.packed_act import FusedLinear, RmsNormQuant, dequantize, packed_types, quantize
 from ninfer.ir.types import Array, Arrays, Env, T, TensorType, Types, plain
 from ninfer.routes import linear_cuda
@@ -449,6 +450,63 @@ def check(gpu: Gpu, chain: Chain) -> None:
                   f" {'ok' if ok else 'WRONG'}", flush=True)  # fmt: skip
 
 
+def prompt_kernels(gpu: Gpu, chain: Chain) -> None:
+    """Times of what a chunk of a prompt needs: unpacking a matrix, the library's product, our own product."""
+    from cupy_backends.cuda.libs import cublas
+
+    cp, handle, one, zero = gpu.cp, cublas.create(), np.ones((), np.float32), np.zeros((), np.float32)
+    cublas.setStream(handle, chain.stream.ptr)
+
+    def seconds(run: Callable[[], None]) -> float:
+        return chain.time(run, 7)[0] / 1e3
+
+    for fmt, n, k in (("q4_g64", 2 * I, H), ("q5_g64", H, I), ("q4_k", H, I)):
+        t = matrix(fmt, n, k)
+        w = chain.random(t) if fmt != "q4_k" else cp.zeros(layout_of(by_name(fmt)).nbytes((n, k)), cp.uint8)
+        line = [f"{fmt} {n}x{k}:"]
+        for rows in (64, 512, 2048):
+            x, y = cp.ones((rows, k), cp.float32), cp.zeros((rows, n), cp.float32)
+            chain.header[0] = rows
+            for kind, tuning in (("gemm", {}), *(("mma", {"warps": 4, "columns": c}) for c in (64, 128))):
+                op: Op = Linear()
+                types = (TensorType((T, k)), t, *op.infer((TensorType((T, k)), t)))
+                env = Env(rows=rows, logit_rows=1, seqs=1)
+                context = linear_cuda.gemm(op, types, env, tuning)
+                space = cp.zeros(context["at"].end, cp.uint8)
+                route = (
+                    linear_cuda._gemm_route(Linear, True, False)
+                    if kind == "gemm"
+                    else linear_cuda._mma_route(Linear, True)
+                )
+                kernels = [(route.template, route.geometry)] + [
+                    (s.template, s.geometry) for s in route.then if s.template
+                ]
+                found = []
+                for template, geometry in kernels:
+                    variables = {"op": op, "types": types, "env": env, "t": tuning, **context}
+                    found.append((gpu.renderer.render_template(template, variables), geometry(op, types, env, tuning)))
+                gpu.load([(s, g.shared) for s, g in found])
+                cp.cuda.runtime.deviceSynchronize()
+                pointers = [chain.header.data.ptr, x.data.ptr, w.data.ptr, y.data.ptr, space.data.ptr]
+                for source, g in found:
+                    took = seconds(lambda: gpu.launch(gpu.functions[source.entry], g.grid, g.block, g.shared, pointers,  # noqa: B023
+                                                      chain.stream.ptr, False))  # fmt: skip
+                    name = source.entry.split("_")[2]
+                    if name == "dequantise" and rows == 2048:
+                        line.append(f"unpack {took * 1e6:.0f} us {(w.nbytes + 2 * n * k) / took / 1e12:.2f} TB/s")
+                    elif name == "convert" and kind == "gemm":
+                        line.append(f"convert {rows} {took * 1e6:.0f} us")
+                    elif name == "mma":
+                        rate = 2 * rows * n * k / took / 1e12
+                        line.append(f"mma {rows}/{tuning['columns']} {took * 1e6:.0f} us {rate:.0f} TF")
+                if kind == "gemm":
+                    a, b = space.data.ptr + context["a_offset"], space.data.ptr
+                    took = seconds(lambda: cublas.gemmEx(handle, 1, 0, n, rows, k, one.ctypes.data, b, 14, k, a, 14, k,  # noqa: B023
+                                                         zero.ctypes.data, y.data.ptr, 0, n, 68, -1))  # noqa: B023  # fmt: skip
+                    line.append(f"library {rows} {took * 1e6:.0f} us {2 * rows * n * k / took / 1e12:.0f} TF")
+        print("  ".join(line), flush=True)
+
+
 def type_of(a: Array) -> TensorType:
     if isinstance(a, Packed):
         return TensorType(a.shape, F32, a.format)
@@ -506,6 +564,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 2])
     parser.add_argument("--mix", choices=["q4", "q45"], default="q4", help="q45: v, z, out, down q5_g64, head q6_g64")
     parser.add_argument("--seconds", type=float, default=240, help="for the descents, shared among the row counts")
+    parser.add_argument("--prompt", action="store_true", help="time the kernels of prompts as well")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--start", type=json.loads, default=START, help="tunings to start from, as printed")
     args = parser.parse_args()
@@ -517,6 +576,8 @@ def main() -> None:
     print(f"{gpu.name} {gpu.units} units, read {rate / 1e12:.3f} TB/s, weights {chain.weight_bytes / 1e9:.3f} GB,"
           f" floor {floor:.3f} ms, ready after {ready:.0f} s", flush=True)  # fmt: skip
     check(gpu, chain)
+    if args.prompt:
+        prompt_kernels(gpu, chain)
     base, table = args.start, []
     share = {rows: (2 if rows == 1 else 1) for rows in args.rows}
     for rows in args.rows:

@@ -398,15 +398,15 @@ def _wide_loads(op: Op, types: Types) -> str | None:
     return _readable(op, types)
 
 
-def _fits(rows: int, limit: int) -> Callable[[Op, Types], str | None]:
-    """Shared memory holds the activations of `rows` rows and a ring of weights."""
+def _fits(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[Op, Types], str | None]:
+    """Shared memory holds the activations of `rows` rows and a ring of weights, whatever the tuning."""
 
     def refuse(op: Op, types: Types) -> str | None:
         reason = _wide_loads(op, types)
         if reason is not None:
             return reason
         env = Env(rows=rows, logit_rows=rows, seqs=rows)
-        need = _stream(op, types, env, {"warps": 8, "blocks": 1}, 2)["at"].end
+        need = max(_stream(op, types, env, t, 2)["at"].end for t in tunings)
         return None if need <= limit << 10 else f"{rows} rows need {need} bytes of shared memory, of {limit << 10}"
 
     return refuse
@@ -437,7 +437,7 @@ def _stream_route(
 ) -> Route[Any]:
     return Route(
         name=f"{snake(op.__name__)}.{name}.{high}", op=op, device="cuda", template="cuda/linear_stream.cu.j2",
-        geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,), refuse=_fits(high, limit),
+        geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,), refuse=_fits(high, limit, tunings),
         tunings=tunings, rtol=RTOL,
     )  # fmt: skip
 
@@ -495,7 +495,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
               {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99})  # fmt: skip
     found: list[Route[Any]] = []
     for op in OPS:
-        found += [_stream_route(op, low, high, "bulk", "sm90", 227, bulk) for low, high in WIDTHS]
+        found += [_stream_route(op, low, high, "bulk", "sm90a", 227, bulk) for low, high in WIDTHS]
         found += [_stream_route(op, low, high, "stream", "sm80", 99, copies) for low, high in WIDTHS]
         found += [_gemm_route(op, direct, stored) for direct in (False, True) for stored in (False, True)]
         found += [_mma_route(op, direct) for direct in (False, True)]

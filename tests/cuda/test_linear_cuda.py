@@ -28,7 +28,7 @@ from ninfer.routes.route import Candidate, Geometry, RouteRegistry
 UNITS = 5
 REGISTRY = RouteRegistry(linear_cuda.routes(UNITS))
 # As a real GPU, so that routes around library products are offered; numpy stands for the library.
-INFO = DeviceInfo("cuda", "simulated", "simulated", SIM_FEATURES, "sim", UNITS, 1 << 34)
+INFO = DeviceInfo("cuda", "simulated", "simulated", SIM_FEATURES | {"sm90a"}, "sim", UNITS, 1 << 34)
 NAMES = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_g64", "q5_g64", "q6_g64", "q8_g32",
          "t2_g128")  # fmt: skip
 
