@@ -15,10 +15,12 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard, Message, Scope
 
-from ninfer.api import llamacpp, openai_chat, openai_completions, status
-from ninfer.api.errors import Dialect, Unauthorized, handle
+from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, responses_routes, status
+from ninfer.api.errors import Dialect, Unauthorized, handle, request_id
 from ninfer.api.fields import decode
 from ninfer.api.generate import Head, Parse, frames, whole
+from ninfer.api.openai_responses import Responses
+from ninfer.api.responses_store import ResponseStore
 from ninfer.api.serving import Serving
 from ninfer.api.sse import PING_S, stream, unless_gone
 from ninfer.config import ServeConfig
@@ -31,6 +33,7 @@ GENERATION: tuple[tuple[tuple[str, ...], Parse], ...] = (
     (("/v1/chat/completions", "/v1/v1/chat/completions", "/chat/completions"), openai_chat.parse),
     (("/v1/completions", "/v1/v1/completions"), openai_completions.parse),
     (("/completion", "/completions"), llamacpp.parse),
+    (("/v1/messages", "/v1/v1/messages"), anthropic.parse),
 )
 
 
@@ -52,10 +55,18 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Lite
 
 
 def application(serving: Serving, config: ServeConfig) -> Litestar:
-    generating = [_generation(serving, paths, parse) for paths, parse in GENERATION]
+    responses = Responses(ResponseStore())
+    generation = (*GENERATION, (responses_routes.PREFIXES, responses.parse))
+    generating = [_generation(serving, paths, parse) for paths, parse in generation]
     keys = config.all_api_keys()
     return Litestar(
-        [*generating, *llamacpp.routes(serving), *status.routes(serving)],
+        [
+            *generating,
+            *anthropic.routes(serving),
+            *llamacpp.routes(serving),
+            *responses_routes.routes(serving, responses),
+            *status.routes(serving),
+        ],
         guards=[_key_guard(keys)] if keys else [],
         exception_handlers={Exception: handle},
         cors_config=_cors() if config.cors else None,
@@ -73,7 +84,7 @@ def _generation(serving: Serving, paths: Sequence[str], parse: Parse) -> HTTPRou
         head = Head(id=secrets.token_hex(8), created=int(time.time()), model=serving.model_id)
         ask, teller = parse(body, head)
         if ask.stream:
-            return await stream(request, frames(serving, ask, teller, head.id))
+            return await stream(request, frames(serving, ask, teller, head.id, request_id(request.scope)))
         return Response(await unless_gone(request, whole(serving, ask, teller, head.id)))
 
     return generate
@@ -109,9 +120,3 @@ async def _identify(message: Message, scope: Scope) -> None:
         anthropic = Dialect.of(scope["path"]) is Dialect.ANTHROPIC
         headers = MutableScopeHeaders.from_message(message)
         headers["request-id" if anthropic else "x-request-id"] = request_id(scope)
-
-
-def request_id(scope: Scope) -> str:
-    state: dict[str, Any] = scope["state"]
-    found: str = state.setdefault("request_id", f"req_{secrets.token_hex(8)}")
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from attrs import field, frozen
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
+from litestar.types import Scope
 
 from ninfer.errors import (
     BadRequest,
@@ -104,6 +106,13 @@ def render(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered
     )
 
 
+def request_id(scope: Scope) -> str:
+    """Made when it is first asked for; on every response, and in Anthropic's errors."""
+    state: dict[str, Any] = scope["state"]
+    found: str = state.setdefault("request_id", f"req_{secrets.token_hex(8)}")
+    return found
+
+
 def failure(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered:
     """What ends a stream that has begun."""
     if not isinstance(error, NinferError):
@@ -122,7 +131,7 @@ def handle(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
         log.info("%s: the client has gone", path)
     elif not isinstance(error, NinferError):
         log.error("%s %s failed", request.method, path, exc_info=error)
-    found = render(error, Dialect.of(path), request.scope.get("state", {}).get("request_id", ""))
+    found = render(error, Dialect.of(path), request_id(request.scope))
     return Response(dict(found.body), status_code=found.status, headers={**headers, **found.headers})
 
 

@@ -135,6 +135,14 @@ class Call:
     name: str
     arguments: str
 
+    def input(self) -> Mapping[str, Any]:
+        """The arguments as an object; none if they were cut short."""
+        try:
+            found = json.loads(self.arguments)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
 
 @frozen(kw_only=True)
 class Part:
@@ -310,7 +318,9 @@ def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
     options = template_options(serving, chat, structured=ask.format is not None)
     if chat.tools and not template.takes_tools:
         raise BadRequest("the model's chat template has no place for tools", path="tools", code="tools_not_supported")
-    messages = instructed(chat.messages, ask.format) if isinstance(ask.format, JsonSchema) else chat.messages
+    messages = in_call_order(chat.messages)
+    if isinstance(ask.format, JsonSchema):
+        messages = instructed(messages, ask.format)
     ids = encode_chat(template, serving.tokenizer, messages, tools=chat.tools or None, **options)
     thinking = template.opens_thinking(**options) if template.knows_thinking else None
     if chat.prefill:
@@ -318,6 +328,23 @@ def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
             raise BadRequest("a reply that thinks first cannot be begun for it; turn thinking off", path="messages")
         ids += encode(serving.tokenizer, chat.prefill, parse_special=False)
     return Prompt(ids=tuple(ids), thinking=thinking)
+
+
+def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Tool results in the order of the calls they answer, since templates show no ids."""
+    found: list[Mapping[str, Any]] = []
+    order: dict[str, int] = {}
+    run = 0  # how many results the list ends with
+    for message in messages:
+        found.append(message)
+        if message["role"] != "tool":
+            order = {str(call["id"]): i for i, call in enumerate(message.get("tool_calls", ()))}
+            run = 0
+            continue
+        run += 1
+        if order:
+            found[-run:] = sorted(found[-run:], key=lambda m: order.get(str(m.get("tool_call_id")), len(order)))
+    return found
 
 
 def instructed(messages: Sequence[Mapping[str, Any]], format: JsonSchema) -> Sequence[Mapping[str, Any]]:
@@ -566,7 +593,9 @@ def _raise_failure(delta: Delta | Exception) -> None:
         raise EngineUnavailable(delta.error or "the request was cancelled")
 
 
-async def frames(serving: Serving, ask: Ask, teller: Teller, id: str) -> AsyncGenerator[bytes, None]:
+async def frames(
+    serving: Serving, ask: Ask, teller: Teller, id: str, request_id: str = ""
+) -> AsyncGenerator[bytes, None]:
     """The replies as server-sent events. Errors are raised before the first frame, and events after it."""
     run = Run(serving, ask, id)
     try:
@@ -579,7 +608,7 @@ async def frames(serving: Serving, ask: Ask, teller: Teller, id: str) -> AsyncGe
                 yield pack(e for part in parts for e in teller.feed(part)) if parts else teller.ping
             yield pack(teller.close())
         except Exception as error:
-            yield pack(teller.failed(failure(error, teller.dialect)))
+            yield pack(teller.failed(failure(error, teller.dialect, request_id)))
     finally:
         run.close()
 
