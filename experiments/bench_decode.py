@@ -31,7 +31,9 @@ from ninfer.devices.cuda import CudaDevice, CudaExecutable, Weight
 from ninfer.devices.synthetic import Synthetic
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
-from ninfer.ir.types import Env
+from ninfer.ir.op import Op
+from ninfer.ir.rewrites import fuse
+from ninfer.ir.types import Env, Types
 from ninfer.models import identify
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.lower import Lowering
@@ -151,7 +153,11 @@ def main() -> None:
     for batch in args.batch:
         pages_each = (max(args.context) + PAGE) // PAGE + 1
         env = Env(rows=batch, logit_rows=batch, seqs=batch, slots=batch, pages=batch * pages_each, max_pages=pages_each)
-        step_graph = graph if args.plain else fused(graph, env)
+
+        def accepts(op: Op, types: Types, env: Env = env) -> bool:
+            return bool(registry.candidates(op, types, env, device.info))
+
+        step_graph = graph if args.plain else fuse(graph, accepts)
         executable = bind(device, lowering, step_graph, weights, env)
         if args.explain:
             print(executable.plan.table())
@@ -177,11 +183,6 @@ def main() -> None:
         device.close()
     if args.json:
         args.json.write_text(json.dumps(points, indent=1))
-
-
-def fused(graph: Graph, env: Env) -> Graph:
-    """The graph as a decode plan has it."""
-    return graph
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 from ninfer.formats.dtypes import F32
 from ninfer.formats.kv import KVFormat
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
+from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
 
@@ -119,6 +120,41 @@ def _split_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Map
     }
 
 
+# The same kernel with norm, rotation and append before, gate and quantisation after.
+
+
+def _fused_refuse(op: FusedAttention, types: Types) -> str | None:
+    if op.quant not in (0, 32, 64):
+        return f"quantises in groups of 32 and 64, not {op.quant}"
+    return split_refusal(op.fmt, op.head_dim)
+
+
+def _fused_geometry(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return split_geometry(op.kv_heads, op.head_dim, env, tuning)
+
+
+def _fused_workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
+    return split_workspace(op.heads, op.head_dim, env, tuning)
+
+
+def _fused_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    ints = ("page_table", "row_seq", "row_start", "seq_slot", "kv_len", "positions")
+    parameters = [*(f"const f32* {n}" for n in ("q", "k_in", "v_in")), "u8* cache", *(f"const i32* {n}" for n in ints)]
+    parameters += ["const f32* __restrict__ freqs"]
+    parameters += [f"const f32* __restrict__ {n}" for n in ("q_norm", "k_norm") if op.norm]
+    parameters += ["const f32* gate"] if op.gate else []
+    parameters += ["u8* y", "f32* y_scale"] if op.quant else ["f32* y"]
+    return {
+        **split_context(op.fmt, op.heads, op.kv_heads, op.head_dim, op.scale, op.window, env, tuning),
+        "parameters": ", ".join([*parameters, "f32* workspace"]),
+        "fused": True,
+        "norm": op.norm,
+        "gate": op.gate,
+        "quant": op.quant,
+        "rotary": types[10].shape[0],
+    }
+
+
 # The tiled kernel, for chunks of a prompt.
 
 
@@ -175,6 +211,20 @@ ATTENTION_SPLIT = Route(
     tunings=SPLIT_TUNINGS,
     numerics="cuda.split",
 )
+FUSED_ATTENTION = Route(
+    name="fused_attention.cuda.split",
+    op=FusedAttention,
+    device="cuda",
+    template="cuda/attention_split.cu.j2",
+    geometry=_fused_geometry,
+    context=_fused_context,
+    workspace=_fused_workspace,
+    refuse=_fused_refuse,
+    widths=(1, 32),
+    needs=("sm80",),
+    tunings=SPLIT_TUNINGS,
+    numerics="cuda.split",
+)
 ATTENTION_FLASH = Route(
     name="attention.cuda.flash",
     op=Attention,
@@ -198,4 +248,4 @@ ATTENTION_SIMPLE = Route(
     numerics="cuda.simple",
 )
 
-ROUTES: tuple[Route[Any], ...] = (ROPE, KV_APPEND, ATTENTION_SPLIT, ATTENTION_FLASH, ATTENTION_SIMPLE)
+ROUTES: tuple[Route[Any], ...] = (FUSED_ATTENTION, ROPE, KV_APPEND, ATTENTION_SPLIT, ATTENTION_FLASH, ATTENTION_SIMPLE)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from ninfer.ir.ops.fused import FusedDelta
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -42,6 +43,24 @@ def _delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Ma
     return {"warps": _warps(op)}
 
 
+def _fused_refuse(op: FusedDelta, types: Types) -> str | None:
+    if op.key_dim % 32 or op.value_dim % 32 or op.value_dim > 256:
+        return f"heads of {op.key_dim} and {op.value_dim} values are not multiples of 32 up to 256"
+    if 2 * op.key_dim + op.value_dim > 4 * op.value_dim:
+        return f"keys of {op.key_dim} values are too long for a block made for values of {op.value_dim}"
+    if op.quant not in (0, 32, 64):
+        return f"quantises in groups of 32 and 64, not {op.quant}"
+    return None
+
+
+def _fused_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((op.value_heads, env.seqs, 1), 4 * op.value_dim)
+
+
+def _fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"warps": op.value_dim // 8}
+
+
 CONV = Route(
     name="causal_conv_silu.cuda",
     op=CausalConvSilu,
@@ -61,5 +80,15 @@ DELTA = Route(
     refuse=_delta_refuse,
     numerics="cuda",
 )
+FUSED_DELTA = Route(
+    name="fused_delta.cuda",
+    op=FusedDelta,
+    device="cuda",
+    template="cuda/fused_delta.cu.j2",
+    geometry=_fused_geometry,
+    context=_fused_context,
+    refuse=_fused_refuse,
+    numerics="cuda",
+)
 
-ROUTES: tuple[Route[Any], ...] = (CONV, DELTA)
+ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, CONV, DELTA)

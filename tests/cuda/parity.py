@@ -19,7 +19,10 @@ from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Kind, Node, Value
 from ninfer.ir.op import Case, Op
 from ninfer.ir.ops import OPS
-from ninfer.ir.ops.attention import Attention
+from ninfer.ir.ops.attention import Attention, page_views
+from ninfer.ir.ops.fused import FUSED, FusedAttention
+from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
+from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant, dequantize
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.sample import Sample
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
@@ -32,9 +35,12 @@ from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate, RouteRegistry
 from ninfer.routes.select import Selector
 
+Pair = tuple[NDArray, NDArray]  # got, wanted
 GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
+LINEAR_OPS = (FusedLinear, QuantizeRows, RmsNormQuant)
+LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 
 # launches, arena, header bytes, bytes of each operand by offset
@@ -106,7 +112,7 @@ def _case(
 
 def trials(info: DeviceInfo) -> Iterator[Trial]:
     registry = RouteRegistry(cuda_routes(info.units))
-    for op in OPS.ops:
+    for op in dict.fromkeys((*OPS.ops, *FUSED, *LINEAR_OPS)):
         for case in (*op.cases(), *(c for c in long_cases() if type(c.op) is op)):
             for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)
@@ -182,7 +188,7 @@ def check(trial: Trial, lowering: Lowering, run: Run) -> float:
     arrays = tuple(a if isinstance(a, Packed) else a.copy() for a in case.arrays)
     results = op.reference(arrays)
     expected, allowed = start.copy(), np.zeros(layout.nbytes, bool)
-    worst = 0.0
+    worst, codes = 0.0, None
     places = [
         *((layout.inputs[i], arrays[i], f"state {i}") for i in op.mutates),
         *((o, r, f"output {j}") for j, (o, r) in enumerate(zip(layout.outputs, results, strict=True))),
@@ -195,8 +201,13 @@ def check(trial: Trial, lowering: Lowering, run: Run) -> float:
             params = np.ascontiguousarray(arrays[1]).view(SAMPLE_PARAMS.numpy).reshape(-1)
             asked = params["flags"] & USE_LOGPROBS != 0
             got, want = got[asked], want[asked]
-        worst = max(worst, _compare(trial, got, want, what))
         allowed[part] = True
+        if want.dtype == np.int8:  # codes are judged with their scales
+            codes = got, want
+        elif codes is not None:
+            worst, codes = max(worst, _compare_codes(trial, codes, (got, want), what)), None
+        else:
+            worst = max(worst, _compare(trial, got, want, what))
     for launch in layout.launches:  # a workspace may hold anything
         for ref in launch.args[len(case.types) + len(layout.outputs) :]:
             allowed[ref.offset : layout.nbytes - GUARD] = True
@@ -207,8 +218,27 @@ def check(trial: Trial, lowering: Lowering, run: Run) -> float:
     return worst
 
 
+def _compare_codes(trial: Trial, codes: Pair, scales: Pair, what: str) -> float:
+    """A value between two codes may fall to either, and its scale is a float32 quotient."""
+    got, want = (dequantize(c, d) for c, d in zip(codes, scales, strict=True))
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    if trial.candidate.route.rtol is not None:
+        assert error <= trial.candidate.route.rtol, f"{what}: relative L2 {error:.2e}"
+    else:
+        step = np.repeat(np.maximum(*scales), want.shape[1] // scales[0].shape[1], axis=1)
+        assert (np.abs(got - want) <= step * 1.01 + trial.case.rtol * np.abs(want)).all(), f"{what}: codes differ"
+    return error
+
+
 def _compare(trial: Trial, got: NDArray[np.generic], want: NDArray[np.generic], what: str) -> float:
     case, route = trial.case, trial.candidate.route
+    if isinstance(case.op, FusedAttention) and want.dtype == np.uint8:  # keys are rounded to the cache's type
+        op = case.op
+        for side, a, b in zip(
+            (op.fmt.k, op.fmt.v), *(page_views(x, op.fmt, op.kv_heads, op.head_dim) for x in (got, want)), strict=True
+        ):
+            np.testing.assert_allclose(side.decode(a), side.decode(b), rtol=2**-7, atol=1e-5, err_msg=what)
+        return 0.0
     if want.dtype.kind in "iu" and want.dtype != np.uint8:
         assert (got == want).all(), f"{what}: {got[got != want][:8]} instead of {want[got != want][:8]}"
         return 0.0

@@ -1,0 +1,181 @@
+"""Chains of ops to fused ops, where the device has a route for them. A fused graph computes what the graph did.
+
+    rms_norm -> linear | linear_swiglu                                    fused_linear(norm)
+    rms_norm, rope, kv_append, attention, sigmoid_mul                     fused_attention
+    causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
+    any of these -> linear_add, nothing else reading                      codes between them: quant, packed
+
+A decode step of a layer is so five launches: projections in, mixer, projection out, gate and up, down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from attrs import define, evolve, field
+
+from ninfer.ir.graph import Graph, Kind, Node, Value
+from ninfer.ir.op import Op
+from ninfer.ir.ops.attention import Attention, KvAppend, Rope
+from ninfer.ir.ops.elementwise import SigmoidMul
+from ninfer.ir.ops.fused import FusedAttention, FusedDelta
+from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
+from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
+from ninfer.ir.ops.packed_act import FusedLinear
+from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.types import Types
+
+GROUP = 32  # values that share a scale where codes pass between ops
+
+Accepts = Callable[[Op, Types], bool]
+O = TypeVar("O", bound=Op)
+
+
+@define
+class Rewriter:
+    """A graph's nodes as they are now. accepts: whether the device has a route for an op of these arguments."""
+
+    graph: Graph
+    accepts: Accepts
+    nodes: list[Node] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.nodes = list(self.graph.nodes)
+
+    def made_by(self, value: Value, kind: type[O]) -> Node | None:
+        """The node of that kind whose only result this is, if nothing but one node reads it."""
+        if value.kind is not Kind.NODE or value in self.graph.outputs.values():
+            return None
+        for node in self.nodes:
+            if value in node.outs:
+                alone = len(node.outs) == 1 and len(self.readers(value)) == 1
+                return node if alone and isinstance(node.op, kind) else None
+        return None
+
+    def readers(self, value: Value) -> list[Node]:
+        return [n for n in self.nodes for a in n.args if a is value]
+
+    def only_reader(self, value: Value, kind: type[O]) -> Node | None:
+        readers = self.readers(value)
+        alone = len(readers) == 1 and value not in self.graph.outputs.values()
+        return readers[0] if alone and isinstance(readers[0].op, kind) else None
+
+    def put(self, old: Sequence[Node], op: Op, args: Sequence[Value], outs: Sequence[Value]) -> bool:
+        """Replace nodes by one at the place of the last of them."""
+        if not self.accepts(op, tuple(a.type for a in args)):
+            return False
+        last = max(self.nodes.index(n) for n in old)
+        self.nodes[last] = Node(op, tuple(args), tuple(outs), self.nodes[last].layer)
+        self.nodes = [n for n in self.nodes if not any(n is o for o in old)]
+        return True
+
+
+def fuse(graph: Graph, accepts: Accepts) -> Graph:
+    """A graph over the same weights, states and step inputs, with fused nodes.   Leaves the given one as it is."""
+    r = Rewriter(graph, accepts)
+    for node in graph.nodes:
+        match node.op:
+            case Attention():
+                _attention(r, node)
+            case GatedDelta():
+                _delta(r, node)
+    for node in list(r.nodes):
+        if isinstance(node.op, Linear | LinearSwiglu):
+            _normed(r, node)
+    for node in list(r.nodes):
+        if isinstance(node.op, LinearAdd):
+            _packed(r, node)
+    fused = Graph()
+    fused.nodes, fused.weights, fused.states = r.nodes, graph.weights, graph.states
+    fused.consts, fused.outputs, fused.step = graph.consts, graph.outputs, graph.step
+    return fused
+
+
+def _attention(r: Rewriter, node: Node) -> None:
+    attention = node.op
+    assert isinstance(attention, Attention)
+    q, cache, *paging = node.args
+    append = next((n for n in r.nodes if isinstance(n.op, KvAppend) and n.args[2] is cache), None)
+    if append is None:
+        return
+    k, v = append.args[:2]
+    rope_q, rope_k = r.made_by(q, Rope), r.made_by(k, Rope)
+    if rope_q is None or rope_k is None or rope_q.op != rope_k.op or rope_q.args[1:] != rope_k.args[1:]:
+        return
+    assert isinstance(rope_q.op, Rope)
+    old, norms = [rope_q, rope_k, append, node], list[Value]()
+    q, k = rope_q.args[0], rope_k.args[0]
+    op = FusedAttention(
+        attention.fmt,
+        attention.heads,
+        attention.kv_heads,
+        attention.head_dim,
+        attention.scale,
+        attention.window,
+        rope_q.op.mscale,
+    )
+    norm_q, norm_k = r.made_by(q, RmsNorm), r.made_by(k, RmsNorm)
+    if norm_q is not None and norm_k is not None and norm_q.op == norm_k.op:
+        assert isinstance(norm_q.op, RmsNorm)
+        if norm_q.args[1].type.shape == norm_k.args[1].type.shape == (attention.head_dim,):
+            op = evolve(op, norm=True, eps=norm_q.op.eps, offset=norm_q.op.offset)
+            norms = [norm_q.args[1], norm_k.args[1]]
+            q, k = norm_q.args[0], norm_k.args[0]
+            old += [norm_q, norm_k]
+    (out,) = node.outs
+    gate = list[Value]()
+    mul = r.only_reader(out, SigmoidMul)
+    if mul is not None and mul.args[0] is out:
+        op, gate, (out,) = evolve(op, gate=True), [mul.args[1]], mul.outs
+        old.append(mul)
+    args = (q, k, v, cache, *paging, *rope_q.args[1:], *norms, *gate)
+    r.put(old, op, args, (out,))
+
+
+def _delta(r: Rewriter, node: Node) -> None:
+    delta = node.op
+    assert isinstance(delta, GatedDelta)
+    u, a, b, a_log, dt_bias, state, *seqs = node.args
+    conv, (out,) = r.made_by(u, CausalConvSilu), node.outs
+    norm = r.only_reader(out, GatedRmsNorm)
+    if conv is None or norm is None or norm.args[0] is not out or list(conv.args[3:]) != seqs:
+        return
+    assert isinstance(norm.op, GatedRmsNorm)
+    op = FusedDelta(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, norm.op.eps)
+    if norm.args[1].type.shape != (delta.value_dim,):
+        return
+    x, taps, past = conv.args[:3]
+    args = (x, taps, past, a, b, a_log, dt_bias, state, *norm.args[1:], *seqs)
+    r.put([conv, node, norm], op, args, norm.outs)
+
+
+def _normed(r: Rewriter, node: Node) -> None:
+    x, *weights = node.args
+    norm = r.made_by(x, RmsNorm)
+    if norm is None or any(w is x for w in weights) or norm.args[1].type.shape != x.type.shape[1:]:
+        return
+    assert isinstance(norm.op, RmsNorm)
+    epilogue = "swiglu" if isinstance(node.op, LinearSwiglu) else "none"
+    op = FusedLinear(norm=True, epilogue=epilogue, eps=norm.op.eps, offset=norm.op.offset)
+    r.put([norm, node], op, (*norm.args, *weights), node.outs)
+
+
+def _packed(r: Rewriter, node: Node) -> None:
+    """The producer of a linear_add's x gives codes, which the product takes as they are."""
+    x, w, residual = node.args
+    for kind in (FusedAttention, FusedDelta, FusedLinear):
+        maker = r.made_by(x, kind)
+        if maker is None:
+            continue
+        assert isinstance(maker.op, FusedAttention | FusedDelta | FusedLinear)
+        n = x.type.shape[1]
+        if not isinstance(n, int) or n % GROUP or maker.op.quant:
+            return
+        op, product = evolve(maker.op, quant=GROUP), FusedLinear(packed=GROUP, epilogue="add")
+        types = op.infer(tuple(a.type for a in maker.args))
+        outs = [Value(f"{x.name}.{part}", t, Kind.NODE, x.layer) for part, t in zip(("codes", "d"), types, strict=True)]
+        args = (*outs, w, residual)
+        if r.accepts(product, tuple(a.type for a in args)) and r.put([maker], op, maker.args, outs):
+            r.put([node], product, args, node.outs)
+        return

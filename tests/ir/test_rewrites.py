@@ -1,0 +1,86 @@
+"""Fused graphs compute what the graphs they came from do, and are what a decode step should be."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ninfer.artifacts.synthetic import SyntheticArtifact
+from ninfer.formats.kv import by_name as kv_by_name
+from ninfer.ir.graph import Graph
+from ninfer.ir.interp import interpret
+from ninfer.ir.op import Op
+from ninfer.ir.rewrites import Accepts, fuse
+from ninfer.ir.types import Array, Env, Types
+from ninfer.models import identify
+from ninfer.runtime.batch import SeqRows
+from ninfer.runtime.steps import fill_step, step_arrays
+from ninfer.runtime.weights import bind_weights
+
+MODELS = ("qwen3.5-tiny", "llama-tiny")
+
+
+def build(name: str, mode: str = "logits") -> tuple[Graph, dict[str, Array]]:
+    artifact = SyntheticArtifact(name)
+    family, spec = identify(artifact.config)
+    graph = family.build(spec, artifact.info, kv=kv_by_name("f32"), mode=mode)
+    return graph, bind_weights(graph, artifact)
+
+
+def run(graph: Graph, weights: dict[str, Array], chunks: list[int]) -> list[np.ndarray]:
+    env = Env(rows=max(chunks), logit_rows=1, seqs=1, slots=1, pages=2, max_pages=2)
+    states = {n: np.zeros(v.type.concrete(env), v.type.dtype.numpy) for n, v in graph.states.items()}
+    states["page_table"][0] = [1, 0]
+    past, results = 0, []
+    for n in chunks:
+        step, header = step_arrays(Env(rows=n, logit_rows=1, seqs=1))
+        fill_step(
+            [SeqRows(slot=0, kv_len=past, tokens=tuple(range(past, past + n)), generated=False, draw=None)],
+            step,
+            header,
+        )
+        step["logit_rows"][0] = n - 1
+        outputs = interpret(graph, step=step, weights=weights, states=states)
+        results.append(np.asarray(outputs["logits"]))
+        past += n
+    return results
+
+
+def no_codes(op: Op, types: Types) -> bool:
+    return not getattr(op, "quant", 0) and not getattr(op, "packed", 0)
+
+
+@pytest.mark.parametrize(("accepts", "most"), [(no_codes, 1e-5), (lambda op, types: True, 0.05)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_graph_gives_the_same_logits(name: str, accepts: Accepts, most: float) -> None:
+    """Up to int8 codes between the ops, where they are: 0.6 % of each value that passes."""
+    graph, weights = build(name)
+    fused = fuse(graph, accepts)
+    for want, got in zip(*(run(g, weights, [5, 1, 1]) for g in (graph, fused)), strict=True):
+        assert np.linalg.norm(got - want) < most * np.linalg.norm(want)
+
+
+def test_a_layer_is_five_launches() -> None:
+    graph, _ = build("qwen3.5-tiny", "sample")
+    fused = fuse(graph, lambda op, types: True)
+    kinds = Counter((node.op.key, node.layer) for node in fused.nodes if node.layer is not None)
+    per_layer = Counter(layer for key, layer in kinds.elements())
+    assert set(per_layer.values()) == {5}
+    assert kinds["fused_attention", 3] == 1 and kinds["fused_delta", 0] == 1 and kinds["fused_linear", 0] == 4
+
+
+def test_nothing_is_fused_that_the_device_refuses() -> None:
+    graph, _ = build("qwen3.5-tiny")
+    same = fuse(graph, lambda op, types: False)
+    assert [n.op for n in same.nodes] == [n.op for n in graph.nodes]
+    keys = Counter(n.op.key for n in fuse(graph, no_codes).nodes)
+    assert keys["linear_add"] == 8 and keys["fused_attention"] == 1
+
+
+def test_the_given_graph_is_left_alone() -> None:
+    graph, _ = build("llama-tiny")
+    before = list(graph.nodes)
+    fuse(graph, lambda op, types: True)
+    assert graph.nodes == before
