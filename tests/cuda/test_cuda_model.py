@@ -22,7 +22,6 @@ from ninfer.runtime.batch import SeqRows
 from ninfer.runtime.steps import fill_step, step_arrays
 from ninfer.runtime.weights import bind_weights
 
-
 MODELS = ("qwen3.5-tiny", "llama-tiny")
 
 
