@@ -11,13 +11,15 @@ from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
 
 from ninfer.api.anthropic_input import read_choice, read_messages, read_tools, signed
+from ninfer.api.ask import Ask, Chat, Head, Prompt
 from ninfer.api.common import sampling
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, choice, decode, integer, number, text
 from ninfer.api.formats import response_format
-from ninfer.api.generate import Ask, Chat, Finish, Head, Part, Prompt, Tally, Teller, encode_prompts
+from ninfer.api.prepare import encode_prompts
 from ninfer.api.serving import Serving
 from ninfer.api.sse import PING, Event, pack
+from ninfer.api.told import Finish, Part, Tally, Teller
 from ninfer.api.tools import chosen
 from ninfer.runtime.request import FinishReason
 from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Text

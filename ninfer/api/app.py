@@ -16,13 +16,15 @@ from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard, Message, Scope
 
 from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, responses_routes, status
+from ninfer.api.ask import Head
 from ninfer.api.errors import Dialect, Unauthorized, handle, request_id
 from ninfer.api.fields import decode
-from ninfer.api.generate import Head, Parse, frames, whole
+from ninfer.api.generate import frames, whole
 from ninfer.api.openai_responses import Responses
 from ninfer.api.responses_store import ResponseStore
 from ninfer.api.serving import Serving
 from ninfer.api.sse import PING_S, stream, unless_gone
+from ninfer.api.told import Parse
 from ninfer.config import ServeConfig
 from ninfer.runtime.load import Loaded
 from ninfer.runtime.request import EngineClient

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ninfer.api.ask import Chat, Plain
 from ninfer.api.fields import Value, boolean, choice, integer, number, text
-from ninfer.api.generate import Chat, Plain, Tally
+from ninfer.api.told import Tally
 from ninfer.runtime.request import Timings
 
 MAX_STOPS = 32

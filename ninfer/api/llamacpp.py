@@ -10,13 +10,15 @@ from attrs import define, field, frozen
 from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 
+from ninfer.api.ask import Ask, Head, Prompt
 from ninfer.api.common import MAX_LOGPROBS, NO_STORE, SAMPLING, chat, plains, sampling, stops, timings
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, decode, integer, number, text
 from ninfer.api.formats import grammar
-from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, Teller, TokenText, template_options
+from ninfer.api.prepare import template_options
 from ninfer.api.serving import Serving
 from ninfer.api.sse import Event
+from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.api.tools import read_tools
 from ninfer.runtime.request import FinishReason
 from ninfer.text.prompt import encode, render

@@ -7,12 +7,13 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from ninfer.api.ask import Ask, Head, Prompt
 from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, timings, usage
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, integer, text
 from ninfer.api.formats import grammar, response_format
-from ninfer.api.generate import Ask, Finish, Head, Part, Prompt, Tally, Teller, TokenText
 from ninfer.api.sse import Event
+from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.api.tools import read_tools
 from ninfer.runtime.request import FinishReason
 from ninfer.text.parts import CallArguments, CallBegin, Reasoning, Text

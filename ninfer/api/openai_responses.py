@@ -8,10 +8,10 @@ from typing import Any
 
 from attrs import frozen
 
+from ninfer.api.ask import Ask, Chat, Head
 from ninfer.api.common import MAX_LOGPROBS, sampling
 from ninfer.api.fields import Value, boolean, choice, integer, text
 from ninfer.api.formats import response_format
-from ninfer.api.generate import Ask, Chat, Head
 from ninfer.api.responses_input import messages, read_items
 from ninfer.api.responses_store import Item, ResponseStore
 from ninfer.api.responses_stream import ResponseStream, View

@@ -10,10 +10,11 @@ from typing import Any
 from litestar import Request, delete, get, post
 from litestar.handlers import HTTPRouteHandler
 
+from ninfer.api.ask import Head
 from ninfer.api.errors import NotFound
 from ninfer.api.fields import Value, choice, decode
-from ninfer.api.generate import Head, encode_prompts
 from ninfer.api.openai_responses import Responses
+from ninfer.api.prepare import encode_prompts
 from ninfer.api.responses_store import Record, ResponseStore
 from ninfer.api.serving import Serving
 from ninfer.errors import BadRequest

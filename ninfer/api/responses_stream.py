@@ -7,9 +7,10 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from ninfer.api.ask import Head, Prompt
 from ninfer.api.errors import Dialect, Rendered
-from ninfer.api.generate import Finish, Head, Part, Prompt, Tally, Teller, TokenText
 from ninfer.api.sse import Event
+from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.runtime.request import FinishReason
 from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Text
 from ninfer.text.parts import Part as Told

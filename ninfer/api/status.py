@@ -7,9 +7,11 @@ from typing import Any
 
 from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
+from litestar.routes import HTTPRoute
 
 from ninfer.api.common import NO_STORE
 from ninfer.api.serving import Serving
+from ninfer.ir.step import PAGE
 from ninfer.runtime.request import EngineStats
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,7 +38,25 @@ def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
         serving.check_model(request.path_params["name"].removeprefix("/"))
         return model(serving)
 
-    return health, metrics, models, one_model
+    @get(["/v1", "/v1/v1"], sync_to_thread=False)
+    def index(request: Request[Any, Any, Any]) -> dict[str, Any]:
+        found = [
+            {"method": method, "path": route.path}
+            for route in request.app.routes
+            if isinstance(route, HTTPRoute) and not route.path.startswith("/v1/v1")
+            for method in sorted(set(route.methods) - {"OPTIONS"})
+        ]
+        return {"object": "api_base", "service": "ninfer-serve", "model": serving.model_id, "endpoints": found}
+
+    @get(["/v1/load", "/v1/v1/load"], sync_to_thread=False, response_headers=NO_STORE)
+    def snapshot() -> dict[str, Any]:
+        return load(serving)
+
+    @get("/stats", sync_to_thread=False, response_headers=NO_STORE)
+    def stats() -> dict[str, Any]:
+        return statistics(serving)
+
+    return health, metrics, models, one_model, index, snapshot, stats
 
 
 def model(serving: Serving) -> dict[str, Any]:
@@ -53,6 +73,47 @@ def model(serving: Serving) -> dict[str, Any]:
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "status": {"value": "loaded"},
         "meta": {"n_vocab": serving.tokenizer.vocab_size, "n_ctx": context},
+    }
+
+
+def load(serving: Serving) -> dict[str, Any]:
+    """How busy the server is, for balancers."""
+    now = serving.client.stats()
+    return {
+        "object": "ninfer.load",
+        "model": serving.model_id,
+        "uptime_seconds": max(0, int(time.time()) - serving.started),
+        "capacity": {
+            "max_concurrency": now.max_concurrency,
+            "max_admitted_requests": serving.max_replies,
+            "max_context": serving.client.context_len,
+            "kv_capacity_pages": now.num_pages,
+            "kv_page_tokens": PAGE,
+        },
+        "requests": {"running": now.num_running, "waiting": now.num_waiting},
+        "occupancy": {"kv_pages": now.num_pages - now.num_free_pages},
+        "counters": {
+            "requests": now.num_requests,
+            "cancelled": now.num_cancelled,
+            "computed_prefill_tokens": now.num_prompt_tokens,
+            "generated_tokens": now.num_generated_tokens,
+        },
+    }
+
+
+def statistics(serving: Serving) -> dict[str, Any]:
+    """The load, with times and the slots: what a dashboard shows."""
+    now = serving.client.stats()
+    return load(serving) | {
+        "object": "ninfer.stats",
+        "failure": now.failure,
+        "seconds_since_step": now.seconds_since_step,
+        "seconds": {"prefill": now.prefill_s, "decode": now.decode_s},
+        "tokens_per_second": {
+            "prefill": _rate(now.num_prompt_tokens, now.prefill_s),
+            "decode": _rate(now.num_generated_tokens, now.decode_s),
+        },
+        "slots": [dict(slot) for slot in now.slots],
     }
 
 

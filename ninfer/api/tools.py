@@ -7,8 +7,8 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from ninfer.api.ask import Tools
 from ninfer.api.fields import Value, boolean, choice, text
-from ninfer.api.generate import Tools
 from ninfer.errors import BadRequest
 
 CUSTOM = {  # a tool that takes free text

@@ -49,3 +49,17 @@ def test_metrics_are_prometheus_text(server: Server) -> None:
     for name in values:
         assert any(line.startswith(f"# TYPE {name} ") for line in lines)
         assert any(line.startswith(f"# HELP {name} ") for line in lines)
+
+
+def test_load_and_stats_are_one_snapshot(server: Server) -> None:
+    server.client.stats_now = attrs.evolve(server.client.stats_now, decode_s=2.0, **WORK)
+    load, stats = server.http.get("/v1/load"), server.http.get("/stats").json()
+    assert load.headers["cache-control"] == "no-store"
+    assert load.json()["requests"] == {"running": 1, "waiting": 2} and load.json()["occupancy"] == {"kv_pages": 2}
+    assert stats["object"] == "ninfer.stats" and stats["tokens_per_second"]["decode"] == 15.0
+    assert stats["requests"] == load.json()["requests"]
+
+
+def test_the_index_lists_the_routes(server: Server) -> None:
+    found = server.http.get("/v1").json()
+    assert {"method": "POST", "path": "/v1/messages"} in found["endpoints"] and found["model"] == MODEL

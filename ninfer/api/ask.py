@@ -1,0 +1,75 @@
+"""What is asked, whatever the dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from ninfer.text.grammar import Ebnf, JsonSchema, Regex
+
+
+@frozen(kw_only=True)
+class Head:
+    """What identifies a response.   id: 16 hex digits; created: unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+
+@frozen(kw_only=True)
+class Chat:
+    """Messages for the template. options: what else the template sees, such as enable_thinking.
+
+    prefill: how the reply begins; it goes on from there.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prefill: str = ""
+    options: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Tools:
+    """What replies may call: name -> schema of the parameters.   must: at least one call, and nothing else."""
+
+    schemas: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    must: bool = False
+    parallel: bool = True
+
+
+@frozen(kw_only=True)
+class Plain:
+    """Text and token ids in order, without a template."""
+
+    pieces: tuple[str | int, ...]
+
+
+@frozen(kw_only=True)
+class Ask:
+    """A request of any dialect. n replies to each prompt; reply i belongs to prompt i // n."""
+
+    prompts: tuple[Chat | Plain, ...]
+    prompt_path: str  # of the field that holds the prompts
+    model: str | None = None
+    sampling: Mapping[str, Any] = field(factory=dict)  # fields of Sampling that the request names
+    max_tokens: int | None = None  # None: the server's default; below 0: what fits
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    tools: Tools = field(factory=Tools)
+    format: JsonSchema | Regex | Ebnf | None = None  # what replies are kept to
+
+
+@frozen(kw_only=True)
+class Prompt:
+    """A prompt as the model sees it."""
+
+    ids: tuple[int, ...]
+    text: str = ""  # of plain prompts
+    thinking: bool | None = None  # whether the reply begins inside <think>; None: it knows no <think>
