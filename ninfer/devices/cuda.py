@@ -469,14 +469,15 @@ class CudaExecutable:
     _keep: list[Any] = field(factory=list)
     _copy_in: tuple[int, int, int] = (0, 0, 0)  # destination, source, bytes
     _copy_out: tuple[int, int, int] = (0, 0, 0)
+    _redirect: dict[BufferRef, tuple[int, int]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         if self.memory.arena_bytes < self.plan.arena_bytes:
             raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {self.memory.arena_bytes}")
         self._make_record()
-        redirect = self._make_results()
+        self._redirect = self._make_results()
         self.memory.regions += [self._record, self._results]  # freed with it
-        self._make_calls(redirect)
+        self._make_calls(self._redirect)
         if all(launch.library is None for launch in self.plan.launches):
             self._capture()
 
@@ -552,6 +553,16 @@ class CudaExecutable:
             case Place.CONST:
                 return self._const_at[ref.name]
 
+    def address(self, ref: BufferRef) -> int:
+        """Where an operand lies after a step."""
+        return self._address(ref, len(self.plan.launches), self._redirect)
+
+    def free(self) -> None:
+        """The record and the results; the graph goes with this object."""
+        self._graph = None
+        for region in (self._record, self._results):
+            region.free()
+
     def _make_calls(self, redirect: Mapping[BufferRef, tuple[int, int]]) -> None:
         dependent = False  # the first kernel waits for the copy of the record
         for i, launch in enumerate(self.plan.launches):
@@ -623,3 +634,67 @@ class CudaExecutable:
         spent = (time.perf_counter() - began) / repeat
         self.device.stream.synchronize()
         return spent
+
+
+@define(eq=False)
+class CudaBench:
+    """Runs plans for calibration (routes/measure.py), with the model's weights and one arena that grows."""
+
+    device: CudaDevice
+    weights: Mapping[str, Weight]
+    states: Mapping[str, TensorType]
+    env: Env
+    consts: Mapping[str, NDArray[Any]]
+    memory: CudaMemory = field(init=False)
+    _arena: Region = field(init=False)
+    _ballast: Region = field(init=False)
+    _bound: dict[int, CudaExecutable] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        cupy = self.device.cupy
+        self.memory = self.device.memory(self.weights, self.states, self.env, ALIGN)
+        self._arena, self._ballast = Region(cupy, ALIGN), Region(cupy, 256 << 20)  # more than any L2
+        self.memory.regions += [self._ballast]
+
+    @property
+    def info(self) -> DeviceInfo:
+        return self.device.info
+
+    def prepare(
+        self, plan: Plan, fill: Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
+    ) -> Callable[[], float]:
+        if self._arena.nbytes < plan.arena_bytes:
+            self._arena.free()
+            self._arena = Region(self.device.cupy, plan.arena_bytes)
+            self.memory.arena, self.memory.arena_bytes = self._arena.pointer, plan.arena_bytes
+        for old in self._bound.values():
+            old.free()
+        executable = self.device.bind(plan, self.memory, self.consts, self.device.compile([plan]))
+        self._bound = {id(plan): executable}
+        fill(executable.step, executable.header)
+        noise = np.random.default_rng(7).standard_normal(min(plan.arena_bytes // 4, 1 << 24), np.float32)
+        for at in range(0, plan.arena_bytes, max(noise.nbytes, 1)):
+            n = min(noise.nbytes, plan.arena_bytes - at)
+            self.device.cupy.cuda.runtime.memcpy(self._arena.pointer + at, noise.ctypes.data, n, _TO_DEVICE)
+
+        return lambda: executable.time(1)
+
+    def operand(self, plan: Plan, ref: BufferRef, type: TensorType) -> Array:
+        """With this step's counts."""
+        executable = self._bound[id(plan)]
+        if ref.place is Place.WEIGHT:
+            weight = self.weights[ref.name]
+            return weight.whole() if isinstance(weight, Synthetic) else weight
+        shape = type.concrete(self.env if ref.place is Place.STATE else plan.env)
+        host = np.empty(shape, type.dtype.numpy)
+        source = executable.address(ref)
+        self.device.stream.synchronize()
+        self.device.cupy.cuda.runtime.memcpy(host.ctypes.data, source, host.nbytes, _TO_HOST)
+        first = type.shape[0] if type.shape else None
+        counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
+        return host[: int(executable.header[counts[first]])] if first in counts else host
+
+    def flush(self) -> None:
+        self.device.cupy.cuda.runtime.memsetAsync(
+            self._ballast.pointer, 1, self._ballast.nbytes, self.device.stream.ptr
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 from attrs import frozen
 
 from ninfer.formats.quant import Packed, QuantFormat
@@ -22,6 +23,13 @@ class Synthetic:
     @property
     def nbytes(self) -> int:
         return self.format.nbytes(self.shape)
+
+    def whole(self) -> Packed:
+        """The same matrix on the host."""
+        tile, n = self.tile(), self.shape[0]
+        turn = 16 * self.seed if n >= TILE else 0
+        raw = self.format.gather_rows(tile.raw, tile.shape, (np.arange(n) + turn) % tile.shape[0])
+        return Packed(self.format, raw, self.shape)
 
     def tile(self) -> Packed:
         """The rows that are repeated, or the whole of a small matrix; equal for all seeds."""

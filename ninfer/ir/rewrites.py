@@ -19,7 +19,8 @@ from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.op import Op
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.elementwise import SigmoidMul
-from ninfer.ir.ops.fused import FusedAttention, FusedDelta
+from ninfer.ir.ops.fused import FusedAttention, FusedDelta, FusedDeltaPeek
+from ninfer.ir.ops.journal import ConvPeek, DeltaPeek
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
@@ -50,7 +51,7 @@ class Rewriter:
         for node in self.nodes:
             if value in node.outs:
                 alone = len(node.outs) == 1 and len(self.readers(value)) == 1
-                return node if alone and isinstance(node.op, kind) else None
+                return node if alone and type(node.op) is kind else None
         return None
 
     def readers(self, value: Value) -> list[Node]:
@@ -59,7 +60,7 @@ class Rewriter:
     def only_reader(self, value: Value, kind: type[O]) -> Node | None:
         readers = self.readers(value)
         alone = len(readers) == 1 and value not in self.graph.outputs.values()
-        return readers[0] if alone and isinstance(readers[0].op, kind) else None
+        return readers[0] if alone and type(readers[0].op) is kind else None
 
     def put(self, old: Sequence[Node], op: Op, args: Sequence[Value], outs: Sequence[Value]) -> bool:
         """Replace nodes by one at the place of the last of them."""
@@ -136,13 +137,15 @@ def _attention(r: Rewriter, node: Node) -> None:
 def _delta(r: Rewriter, node: Node) -> None:
     delta = node.op
     assert isinstance(delta, GatedDelta)
+    peek = isinstance(delta, DeltaPeek)
     u, a, b, a_log, dt_bias, state, *seqs = node.args
-    conv, (out,) = r.made_by(u, CausalConvSilu), node.outs
+    conv, (out,) = r.made_by(u, ConvPeek if peek else CausalConvSilu), node.outs
     norm = r.only_reader(out, GatedRmsNorm)
     if conv is None or norm is None or norm.args[0] is not out or list(conv.args[3:]) != seqs:
         return
     assert isinstance(norm.op, GatedRmsNorm)
-    op = FusedDelta(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, norm.op.eps)
+    kind = FusedDeltaPeek if peek else FusedDelta
+    op = kind(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, norm.op.eps)
     if norm.args[1].type.shape != (delta.value_dim,):
         return
     x, taps, past = conv.args[:3]
@@ -164,7 +167,7 @@ def _normed(r: Rewriter, node: Node) -> None:
 def _packed(r: Rewriter, node: Node) -> None:
     """The producer of a linear_add's x gives codes, which the product takes as they are."""
     x, w, residual = node.args
-    for kind in (FusedAttention, FusedDelta, FusedLinear):
+    for kind in (FusedAttention, FusedDelta, FusedDeltaPeek, FusedLinear):
         maker = r.made_by(x, kind)
         if maker is None:
             continue

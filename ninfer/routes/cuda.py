@@ -8,6 +8,7 @@ from ninfer.routes import (
     attention_cuda,
     elementwise_cuda,
     embed_cuda,
+    journal_cuda,
     linear_cuda,
     norm_cuda,
     recurrent_cuda,
@@ -26,4 +27,5 @@ def cuda_routes(units: int) -> tuple[Route[Any], ...]:
         *elementwise_cuda.ROUTES,
         *recurrent_cuda.ROUTES,
         *sample_cuda.ROUTES,
+        *journal_cuda.ROUTES,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from ninfer.ir.ops.fused import FusedDelta
+from ninfer.ir.ops.fused import FusedDelta, FusedDeltaPeek
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -14,33 +14,33 @@ from ninfer.routes.route import Geometry, Route, Tuning
 PIECE = 32  # rows of a sequence that one block convolves
 
 
-def _conv_geometry(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def conv_geometry(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Geometry:
     channels = types[0].shape[1]
     assert isinstance(channels, int)
     return Geometry((ceil(channels / 128), ceil(env.rows / PIECE), env.seqs), 128)
 
 
-def _conv_context(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"piece": PIECE}
+def conv_context(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"piece": PIECE, "moves": bool(op.mutates)}
 
 
 def _warps(op: GatedDelta) -> int:
     return next(w for w in (4, 2, 1) if op.value_dim % (8 * w) == 0)
 
 
-def _delta_refuse(op: GatedDelta, types: Types) -> str | None:
+def delta_refuse(op: GatedDelta, types: Types) -> str | None:
     if op.key_dim % 32 or op.value_dim % 8:
         return f"heads of {op.key_dim} and {op.value_dim} values are not multiples of 32 and 8"
     return None
 
 
-def _delta_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def delta_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
     warps = _warps(op)
     return Geometry((op.value_heads, op.value_dim // (8 * warps), env.seqs), 32 * warps)
 
 
-def _delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"warps": _warps(op)}
+def delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"warps": _warps(op), "moves": bool(op.mutates)}
 
 
 def _fused_refuse(op: FusedDelta, types: Types) -> str | None:
@@ -58,7 +58,7 @@ def _fused_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> G
 
 
 def _fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"warps": op.value_dim // 8}
+    return {"warps": op.value_dim // 8, "moves": bool(op.mutates)}
 
 
 CONV = Route(
@@ -66,8 +66,8 @@ CONV = Route(
     op=CausalConvSilu,
     device="cuda",
     template="cuda/causal_conv.cu.j2",
-    geometry=_conv_geometry,
-    context=_conv_context,
+    geometry=conv_geometry,
+    context=conv_context,
     numerics="cuda",
 )
 DELTA = Route(
@@ -75,9 +75,9 @@ DELTA = Route(
     op=GatedDelta,
     device="cuda",
     template="cuda/gated_delta.cu.j2",
-    geometry=_delta_geometry,
-    context=_delta_context,
-    refuse=_delta_refuse,
+    geometry=delta_geometry,
+    context=delta_context,
+    refuse=delta_refuse,
     numerics="cuda",
 )
 FUSED_DELTA = Route(
@@ -90,5 +90,15 @@ FUSED_DELTA = Route(
     refuse=_fused_refuse,
     numerics="cuda",
 )
+FUSED_DELTA_PEEK = Route(
+    name="fused_delta_peek.cuda",
+    op=FusedDeltaPeek,
+    device="cuda",
+    template="cuda/fused_delta.cu.j2",
+    geometry=_fused_geometry,
+    context=_fused_context,
+    refuse=_fused_refuse,
+    numerics="cuda",
+)
 
-ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, CONV, DELTA)
+ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, FUSED_DELTA_PEEK, CONV, DELTA)

@@ -21,6 +21,7 @@ from ninfer.ir.op import Case, Op
 from ninfer.ir.ops import OPS
 from ninfer.ir.ops.attention import Attention, page_views
 from ninfer.ir.ops.fused import FUSED, FusedAttention
+from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant, dequantize
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
@@ -112,7 +113,7 @@ def _case(
 
 def trials(info: DeviceInfo) -> Iterator[Trial]:
     registry = RouteRegistry(cuda_routes(info.units))
-    for op in dict.fromkeys((*OPS.ops, *FUSED, *LINEAR_OPS)):
+    for op in dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *LINEAR_OPS)):
         for case in (*op.cases(), *(c for c in long_cases() if type(c.op) is op)):
             for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)

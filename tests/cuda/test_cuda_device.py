@@ -98,6 +98,8 @@ def test_synthetic_weights_are_the_tile_over_and_over(sim_programs: SimPrograms)
         got = np.frombuffer((np.ctypeslib.ctypes.c_char * (38 * run)).from_address(at), np.uint8).reshape(38, run)
         want = raw.reshape(16, run)[(np.arange(38) + turn) % 16]
         assert (got == want).all()
+        whole = device_layout(fmt)(w[name].whole().raw, (600, 128))
+        assert (whole.reshape(38, run)[:37] == got[:37]).all()  # the last run ends within the matrix
 
 
 def test_too_little_memory_says_what_would_fit(sim_programs: SimPrograms) -> None:

@@ -15,6 +15,7 @@ from ninfer.ir.op import Op
 from ninfer.ir.rewrites import Accepts, fuse
 from ninfer.ir.types import Array, Env, Types
 from ninfer.models import identify
+from ninfer.models.family import Rounds
 from ninfer.runtime.batch import SeqRows
 from ninfer.runtime.steps import fill_step, step_arrays
 from ninfer.runtime.weights import bind_weights
@@ -84,3 +85,12 @@ def test_the_given_graph_is_left_alone() -> None:
     before = list(graph.nodes)
     fuse(graph, lambda op, types: True)
     assert graph.nodes == before
+
+
+def test_a_round_that_only_looks_stays_one() -> None:
+    artifact = SyntheticArtifact("qwen3.5-tiny")
+    family, spec = identify(artifact.config)
+    rounds = Rounds(hidden_rows=0, journal_rows=8)
+    graph = family.build(spec, artifact.info, kv=kv_by_name("f32"), mode="verify", rounds=rounds)
+    keys = Counter(n.op.key for n in fuse(graph, lambda op, types: True).nodes)
+    assert keys["fused_delta_peek"] == 3 and keys["fused_delta"] == keys["delta_peek"] == 0

@@ -21,7 +21,7 @@ from ninfer.ir.ops.elementwise import SigmoidMul
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import QuantizeRows, packed_types
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta, _seq_arrays, _seq_types
-from ninfer.ir.types import Arrays, Env, S, T, TensorType, Types, f32_array
+from ninfer.ir.types import Arrays, Env, S, T, TensorType, Types, f32_array, plain
 
 
 def _quantised(type: TensorType, group: int) -> Types:
@@ -190,4 +190,16 @@ class FusedDelta(Op):
             yield Case(op, name, types, arrays, Env(9, 1, 3, slots=4), rtol=2e-4, atol=2e-5)
 
 
-FUSED = (FusedAttention, FusedDelta)
+@frozen
+class FusedDeltaPeek(FusedDelta):
+    """FusedDelta that leaves both states as they were."""
+
+    mutates: ClassVar[tuple[int, ...]] = ()
+
+    def reference(self, args: Arrays) -> Arrays:
+        moving = FusedDelta(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.eps, self.quant)
+        copied = [plain(a).copy() if i in FusedDelta.mutates else a for i, a in enumerate(args)]
+        return moving.reference(tuple(copied))
+
+
+FUSED: tuple[type[Op], ...] = (FusedAttention, FusedDelta, FusedDeltaPeek)
