@@ -195,7 +195,7 @@ def _calls(format: Calls, *, typed: bool) -> str:
         "stop_after_first": not format.parallel,
     }
     if format.or_json is not None:
-        tree = {"type": "or", "elements": [{"type": "json_schema", "json_schema": format.or_json.schema}, tree]}
+        tree = {"type": "or", "elements": [_json(format.or_json.schema), tree]}
     return json.dumps({"type": "structural_tag", "format": tree}, ensure_ascii=False)
 
 
@@ -205,12 +205,16 @@ def _xml_tag(name: str, schema: Mapping[str, Any], typed: bool) -> Mapping[str, 
         return _tag(begin, {"type": "const_string", "value": end[:-1]}, end[-1:])
     if not typed:
         return _tag(begin, {"type": "any_text"}, end)
-    return _tag(begin, {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}, "\n" + end)
+    return _tag(begin, _json(schema) | {"style": "qwen_xml"}, "\n" + end)
 
 
 def _json_tag(name: str, schema: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:
     begin = f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
-    return _tag(begin, {"type": "json_schema", "json_schema": dict(schema) or {"type": "object"}}, "}\n</tool_call>")
+    return _tag(begin, _json(dict(schema) or {"type": "object"}), "}\n</tool_call>")
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_BLANKS}
 
 
 def _tag(begin: str, content: Mapping[str, Any], end: str) -> Mapping[str, Any]:

@@ -66,6 +66,7 @@ PING = "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
         (JsonSchema(schema=SCHEMA, strict=False), ['{"city": "a", "x": 1}'], ['{"n": 1}']),
         (Regex(pattern=r"\d{2}:\d{2}"), ["12:30"], ["1:30", "12:300"]),
         (Ebnf(text='root ::= "yes" | "no"'), ["yes", "no"], ["maybe", "yesno"]),
+        (XML, [F_CALL.replace("Köln", "x" + " " * 40 + "y")], [F_CALL.replace("<par", " " * 9 + "<par")]),
         (XML, [F_CALL, PING, PING + "\n" + F_CALL], ["hello", F_CALL.replace("=f>", "=g>"), PING + "x"]),
         (
             JSON,
