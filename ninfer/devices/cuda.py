@@ -685,11 +685,13 @@ class CudaBench:
         if ref.place is Place.WEIGHT:
             weight = self.weights[ref.name]
             return weight.whole() if isinstance(weight, Synthetic) else weight
-        shape = type.concrete(self.env if ref.place is Place.STATE else plan.env)
-        host = np.empty(shape, type.dtype.numpy)
-        source = executable.address(ref)
-        self.device.stream.synchronize()
-        self.device.cupy.cuda.runtime.memcpy(host.ctypes.data, source, host.nbytes, _TO_HOST)
+        if ref.place is Place.CONST:
+            return self.consts[ref.name]
+        host = executable.step.get(ref.name) if ref.place is Place.STEP else None
+        if host is None:
+            host = np.empty(type.concrete(self.env if ref.place is Place.STATE else plan.env), type.dtype.numpy)
+            self.device.stream.synchronize()
+            self.device.cupy.cuda.runtime.memcpy(host.ctypes.data, executable.address(ref), host.nbytes, _TO_HOST)
         first = type.shape[0] if type.shape else None
         counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
         return host[: int(executable.header[counts[first]])] if first in counts else host

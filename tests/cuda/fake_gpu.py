@@ -96,6 +96,7 @@ class FakeGpu:
             runtime=runtime,
             Stream=self.stream,
             Event=lambda **kw: SimpleNamespace(record=lambda s: None, synchronize=lambda: None),
+            get_elapsed_time=lambda a, b: 1.0,
             UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, size=size),
             MemoryPointer=lambda memory, offset: memory,
             alloc_pinned_memory=lambda n: bytearray(n),

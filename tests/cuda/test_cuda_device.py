@@ -9,7 +9,7 @@ import pytest
 from fake_gpu import FakeGpu, FakePrograms
 from parity import lowering_for
 
-from ninfer.devices.cuda import CudaDevice, check_driver, cuda_info
+from ninfer.devices.cuda import CudaBench, CudaDevice, check_driver, cuda_info
 from ninfer.devices.cuda_sim import SimDevice, SimPrograms, sim_info
 from ninfer.devices.synthetic import Synthetic
 from ninfer.errors import DeviceError
@@ -20,6 +20,7 @@ from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.ops.sample import sample
 from ninfer.ir.types import Env, TensorType
 from ninfer.routes.cuda_layout import device_layout
+from ninfer.routes.measure import calibrate
 
 V, H = 256, 256
 ENV = Env(rows=4, logit_rows=2, seqs=2, slots=2, pages=3, max_pages=2)
@@ -109,6 +110,20 @@ def test_too_little_memory_says_what_would_fit(sim_programs: SimPrograms) -> Non
     kv = {"kv.0": TensorType((1 << 20, 1024))}
     with pytest.raises(DeviceError, match=r"lower --kv-capacity .* to \d+%"):
         device(FakeGpu(free_bytes=3 << 30), sim_programs).memory({}, kv, ENV, 256)
+
+
+def test_calibration_checks_and_times_every_route(sim_programs: SimPrograms) -> None:
+    d, g, lowering = device(FakeGpu(), sim_programs), graph(), lowering_for(sim_info())
+    bench = CudaBench(d, weights(), {name: value.type for name, value in g.states.items()}, ENV, {})
+
+    def write(width: int, step: Any, header: Any) -> None:
+        step["tokens"][:width] = 5
+        step["row_seq"][:width], step["row_count"][:1], header["seqs"] = 0, width, 1
+        header["rows"], header["logit_rows"] = width, min(width, 2)
+
+    result = calibrate(g, lowering, bench, ENV, [1, 4], write, repeat=3)
+    assert {t.candidate for t in result.timings} >= {"embed.cuda", "norm.rms.cuda", "take_rows.cuda", "sample.cuda"}
+    assert all(t.seconds == 1e-3 and t.error < 1e-5 for t in result.timings if t.key.split("/")[0] != "sample")
 
 
 def test_an_old_driver_is_named() -> None:
