@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Text
@@ -163,7 +163,7 @@ class ToolParser:
             lead = ", " if self._num_parameters else "{"
             self._num_parameters += 1
             parts.append(CallArguments(self._index, f"{lead}{_quoted(key)}: "))
-            self._value = _Value(streams=_admits_text(self._schema, key))
+            self._value = _Value(streams=_admits_text(self._schema, key), choices=_choices(self._schema, key))
             self._buf = self._buf[found.end() :]
             self._state = self._in_value
             return True
@@ -248,10 +248,12 @@ class _Value:
     """A parameter's value to JSON text. One line break on each side is framing.
 
     streams: any text is meant, so it is quoted piece by piece; otherwise the whole is JSON already, or else text.
+    choices: the texts that are meant; blanks around one are not.
     """
 
-    def __init__(self, *, streams: bool) -> None:
-        self._streams = streams
+    def __init__(self, *, streams: bool, choices: Collection[str] = ()) -> None:
+        self._streams = streams and not choices
+        self._choices = choices
         self._raw = ""
         self._begun = False
 
@@ -271,6 +273,8 @@ class _Value:
             piece = self.feed(text)
             return piece + ('"' if self._begun else '""')
         raw = (self._raw + text).removeprefix("\n")
+        if self._choices:
+            return _quoted(raw.strip() if raw.strip() in self._choices else raw)
         try:
             json.loads(raw, parse_constant=_no_constant)
         except (ValueError, RecursionError):
@@ -334,6 +338,16 @@ def _admits_text(schema: Mapping[str, Any], key: str) -> bool:
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, dict) else None
     return _is_text(declared, schema, 8) if isinstance(declared, dict) else True
+
+
+def _choices(schema: Mapping[str, Any], key: str) -> Collection[str]:
+    """The values of a parameter that can only be one of some strings."""
+    properties = schema.get("properties")
+    declared = properties.get(key) if isinstance(properties, dict) else None
+    values = declared.get("enum") if isinstance(declared, dict) else None
+    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
+        return ()
+    return values
 
 
 def _is_text(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> bool:
