@@ -5,11 +5,15 @@ A program is one kernel. Its key is the hash of text, options, architecture and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -138,12 +142,42 @@ class CubinCache:
         missing = [s for s in sources if found[s.entry] is None]
         ready = len(sources) - len(missing)
         progress(ready, len(sources))
-        with ThreadPoolExecutor(self.workers) as pool:
-            for source, cubin in zip(missing, pool.map(self._compile, missing), strict=True):
-                found[source.entry] = cubin
-                ready += 1
-                progress(ready, len(sources))
+        for source, cubin in self._compile_all(missing):
+            found[source.entry] = cubin
+            ready += 1
+            progress(ready, len(sources))
         return {entry: cubin for entry, cubin in found.items() if cubin is not None}
+
+    def _compile_all(self, sources: Sequence[Source]) -> Iterator[tuple[Source, bytes]]:
+        """In this process, or where there are many by workers: threads of one process wait for each other in NVRTC."""
+        workers = min(self.workers, len(sources) // 4)
+        if workers < 2:
+            for source in sources:
+                yield source, self._compile(source)
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            shares = [sources[i::workers] for i in range(workers)]
+            for share in pool.map(self._compile_share, shares):
+                for source in share:
+                    cubin = self._cached(source)
+                    yield source, self._compile(source) if cubin is None else cubin  # what failed says why here
+
+    def _compile_share(self, sources: Sequence[Source]) -> Sequence[Source]:
+        """By a process of its own, into the directory."""
+        order = {
+            "directory": str(self.directory),
+            "arch": self.arch,
+            "sources": [[s.entry, s.text, list(s.headers)] for s in sources],
+        }
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        subprocess.run(
+            [sys.executable, "-m", "ninfer.devices.nvrtc"],
+            input=json.dumps(order),
+            text=True,
+            env=environment,
+            capture_output=True,
+        )
+        return sources
 
     def _path(self, source: Source) -> Path:
         parts = (whole_text(source), self.arch, " ".join(OPTIONS), self._version)
@@ -170,3 +204,15 @@ def _write_whole(path: Path, content: bytes) -> None:
     with os.fdopen(handle, "wb") as f:
         f.write(content)
     os.replace(name, path)
+
+
+def _work(order: Mapping[str, Any]) -> None:
+    """What a worker process does. A kernel that does not compile is left to the one who asked."""
+    cache = CubinCache(Path(order["directory"]), order["arch"])
+    for entry, text, headers in order["sources"]:
+        with contextlib.suppress(CompileError):
+            cache._compile(Source(entry, text, tuple(headers)))
+
+
+if __name__ == "__main__":
+    _work(json.load(sys.stdin))

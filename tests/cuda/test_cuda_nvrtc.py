@@ -33,3 +33,12 @@ def test_compiled_programs_are_kept(tmp_path: Path) -> None:
     again = cache.cubins([GOOD], lambda done, total: seen.append((done, total)))
     assert first == again and seen == [(0, 1), (1, 1), (1, 1)]
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".cu", ".cubin"]
+
+
+def test_many_programs_are_compiled_by_workers(tmp_path: Path) -> None:
+    sources = [Source(f"k{i}", GOOD.text.replace("twice", f"k{i}"), GOOD.headers) for i in range(9)]
+    cubins = CubinCache(tmp_path, "sm_86", workers=2).cubins(sources)
+    assert all(f"k{i}".encode() in cubins[f"k{i}"] for i in range(9))
+    bad = Source("bad", "nonsense", ())
+    with pytest.raises(CompileError, match="nonsense"):
+        CubinCache(tmp_path, "sm_89", workers=2).cubins([*sources, bad])
