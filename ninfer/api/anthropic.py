@@ -18,7 +18,7 @@ from ninfer.api.fields import Value, boolean, choice, decode, integer, number, t
 from ninfer.api.formats import response_format
 from ninfer.api.prepare import encode_prompts
 from ninfer.api.serving import Serving
-from ninfer.api.sse import PING, Event, pack
+from ninfer.api.sse import PING, Event, body_of, pack
 from ninfer.api.told import Finish, Part, Tally, Teller
 from ninfer.api.tools import chosen
 from ninfer.runtime.request import FinishReason
@@ -228,7 +228,7 @@ def _call_id(id: str) -> str:
 def routes(serving: Serving) -> Sequence[HTTPRouteHandler]:
     @post([f"{v}/messages/count_tokens" for v in ("/v1", "/v1/v1")], status_code=200)
     async def count_tokens(request: Request[Any, Any, Any]) -> dict[str, int]:
-        ask, _ = read(decode(await request.body()), serving.model_id)
+        ask, _ = read(decode(await body_of(request)), serving.model_id)
         [prompt] = await asyncio.to_thread(encode_prompts, serving, ask)
         return {"input_tokens": len(prompt.ids)}
 

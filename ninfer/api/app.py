@@ -23,7 +23,7 @@ from ninfer.api.generate import frames, whole
 from ninfer.api.openai_responses import Responses
 from ninfer.api.responses_store import ResponseStore
 from ninfer.api.serving import Serving
-from ninfer.api.sse import PING_S, stream, unless_gone
+from ninfer.api.sse import PING_S, body_of, stream, unless_gone
 from ninfer.api.told import Parse
 from ninfer.config import ServeConfig
 from ninfer.runtime.load import Loaded
@@ -82,7 +82,7 @@ def application(serving: Serving, config: ServeConfig) -> Litestar:
 def _generation(serving: Serving, paths: Sequence[str], parse: Parse) -> HTTPRouteHandler:
     @post(list(paths), status_code=200)
     async def generate(request: Any_Request) -> Response[Any]:
-        body = decode(await request.body())
+        body = decode(await body_of(request))
         head = Head(id=secrets.token_hex(8), created=int(time.time()), model=serving.model_id)
         ask, teller = parse(body, head)
         if ask.stream:

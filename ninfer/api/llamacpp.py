@@ -17,7 +17,7 @@ from ninfer.api.fields import Value, boolean, decode, integer, number, text
 from ninfer.api.formats import grammar
 from ninfer.api.prepare import template_options
 from ninfer.api.serving import Serving
-from ninfer.api.sse import Event
+from ninfer.api.sse import Event, body_of
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.api.tools import read_tools
 from ninfer.runtime.request import FinishReason
@@ -206,7 +206,7 @@ def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
 
     @post("/tokenize", status_code=200)
     async def tokenize(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        body = decode(await request.body())
+        body = decode(await body_of(request))
         special = body["parse_special"].maybe(boolean)
         ids = await asyncio.to_thread(
             encode,
@@ -221,13 +221,13 @@ def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
 
     @post("/detokenize", status_code=200)
     async def detokenize(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        body = decode(await request.body())
+        body = decode(await body_of(request))
         known = integer(0, tokenizer.vocab_size - 1)
         return {"content": tokenizer.decode([known(v) for v in body["tokens"].items()])}
 
     @post("/apply-template", status_code=200)
     async def apply_template(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        body = decode(await request.body())
+        body = decode(await body_of(request))
         asked = chat(body, read_tools(body)[0])
         options = template_options(serving, asked)
         template = serving.template()

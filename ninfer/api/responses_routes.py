@@ -17,6 +17,7 @@ from ninfer.api.openai_responses import Responses
 from ninfer.api.prepare import encode_prompts
 from ninfer.api.responses_store import Record, ResponseStore
 from ninfer.api.serving import Serving
+from ninfer.api.sse import body_of
 from ninfer.errors import BadRequest
 
 PREFIXES = ("/v1/responses", "/v1/v1/responses", "/responses")
@@ -51,7 +52,7 @@ def routes(serving: Serving, responses: Responses) -> Sequence[HTTPRouteHandler]
     @post(_paths("/input_tokens"), status_code=200)
     async def input_tokens(request: Request[Any, Any, Any]) -> dict[str, Any]:
         head = Head(id="0", created=int(time.time()), model=serving.model_id)
-        ask, _ = responses.parse(decode(await request.body()), head)
+        ask, _ = responses.parse(decode(await body_of(request)), head)
         [prompt] = await asyncio.to_thread(encode_prompts, serving, ask)
         return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from attrs import frozen
 from litestar import Request
+from litestar.exceptions import InternalServerException
 from litestar.response import Stream
 
 from ninfer.errors import Cancelled
@@ -58,6 +59,14 @@ async def _rest(first: bytes, frames: AsyncGenerator[bytes, None]) -> AsyncItera
             yield frame
     finally:
         await frames.aclose()
+
+
+async def body_of(request: Request[Any, Any, Any]) -> bytes:
+    """The whole body. Raises Cancelled if the client goes before it has sent it."""
+    try:
+        return await request.body()
+    except InternalServerException:  # all that reading a body can raise of its own
+        raise Cancelled("the client has gone") from None
 
 
 async def unless_gone(request: Request[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T:

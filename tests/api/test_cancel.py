@@ -14,6 +14,13 @@ import pytest
 from .conftest import FakeClient, Server, Start, until
 
 HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/completion": {"prompt": "hi"},
+    "/v1/messages": {"messages": HI},
+    "/v1/responses": {"input": "hi"},
+}
 
 
 def begin(server: Server, path: str, **body: Any) -> socket.socket:
@@ -28,11 +35,11 @@ def begin(server: Server, path: str, **body: Any) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stage", ["queued", "generating"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+@pytest.mark.parametrize("path", BODIES)
 def test_a_disconnect_cancels(start: Start, path: str, stage: str, stream: bool) -> None:
     client = FakeClient(hold=True, before_s=60.0 if stage == "queued" else 0.0)
     server = start(client)
-    sock = begin(server, path, messages=HI, prompt="hi", stream=stream)
+    sock = begin(server, path, **BODIES[path], stream=stream)
     until(lambda: len(client.requests) == 1)
     if stage == "generating" and stream:
         assert sock.recv(100)
@@ -83,3 +90,13 @@ def test_random_disconnects_leave_nothing_behind(start: Start) -> None:
     until(lambda: client.num_open == 0)
     assert client.cancelled
     assert server.http.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_while_it_sends_is_no_failure(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with caplog.at_level("INFO"):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+        until(lambda: any("has gone" in r.message for r in caplog.records))
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
