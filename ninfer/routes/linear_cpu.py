@@ -72,14 +72,19 @@ def codes(fmt: QuantFormat, n: int, k: int) -> dict[str, Any]:
                 kind, zero, signed = "flip", 1 << (map.bits - 1), False
             case Table():
                 kind, table = "table", [v & 0xFF for v in (*map.values, *[0] * (16 - len(map.values)))]
-    fast = ""
-    if fmt.d.kind == "f16" and fmt.d.sub is None and fmt.block == fmt.group and fmt.m is None:
-        fast = "single"
-    if fmt.m is not None and fmt.m.sub is None and not fmt.m.negate and not fmt.split:
-        fields = [f.name for f in fmt.record.fields]
-        if fields.index(fmt.m.field) == fields.index(fmt.d.field) + 1:
+    pair = ""
+    if kind in ("plain", "flip") and isinstance(fmt.code, Bits) and len(fmt.code.planes) == 1 and fmt.group >= 32:
+        plane = fmt.code.planes[0]
+        pair = {(4, 16): "halves", (4, 1): "parity"}.get((plane.bits, plane.span), "")
+    fast = ""  # scales that are f16 of their own, read four bytes at a time
+    fields = [f.name for f in fmt.record.fields]
+    at = fmt.record.offset(fmt.d.field)
+    if fmt.d.kind == "f16" and fmt.d.sub is None and fmt.block == fmt.group and not fmt.split and at + 4 <= fmt.block_bytes:
+        if fmt.m is None:
+            fast = "single"
+        elif fmt.m.sub is None and not fmt.m.negate and fields.index(fmt.m.field) == fields.index(fmt.d.field) + 1:
             fast = "pair"
-    return {**common, "kind": kind, "zero": zero, "signed": signed, "table": table, "fast_scale": fast}
+    return {**common, "kind": kind, "zero": zero, "signed": signed, "table": table, "fast_scale": fast, "pair": pair}
 
 
 def groups_offset(k: int) -> Any:
@@ -113,6 +118,7 @@ def _context(op: Product, types: Types, env: Env, tuning: Tuning) -> Mapping[str
         "outputs": weights[:1] if swiglu else weights,
         "epilogue": "swiglu" if swiglu else "add" if isinstance(op, LinearAdd) else "store",
         "residual": 3,
+        "pairs": sorted({w["codes"].get("pair", "") for w in weights} - {""}),
         "units": units,
         "panels": panels,
         "panel_rows": panel_rows,
@@ -182,9 +188,9 @@ def _by_either(op: Product, types: Types, env: Env, tuning: Tuning) -> Geometry:
 
 
 F32_TUNINGS = ({"gb": 8, "nt": 4, "tb": 256},)
-ROW_TUNINGS = ({"nt": 2},)
+ROW_TUNINGS = ({"nt": 4},)
 TILE_TUNINGS = ({"gb": 32, "nt": 4, "tb": 256},)
-FEW = 3  # rows up to which the kernel that reads weights for each pair of rows is faster
+FEW = 8  # rows up to which the kernel that reads weights once for four rows is faster
 
 
 def _rows_route(op: type[Any]) -> Route[Any]:
