@@ -72,8 +72,11 @@ class Rewriter:
         return True
 
 
-def fuse(graph: Graph, accepts: Accepts) -> Graph:
-    """A graph over the same weights, states and step inputs, with fused nodes.   Leaves the given one as it is."""
+def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
+    """A graph over the same weights, states and step inputs, with fused nodes.   Leaves the given one as it is.
+
+    codes: int8 codes may pass between ops, where routes quantise activations anyway.
+    """
     r = Rewriter(graph, accepts)
     for node in graph.nodes:
         match node.op:
@@ -85,7 +88,7 @@ def fuse(graph: Graph, accepts: Accepts) -> Graph:
         if isinstance(node.op, Linear | LinearSwiglu):
             _normed(r, node)
     for node in list(r.nodes):
-        if isinstance(node.op, LinearAdd):
+        if codes and isinstance(node.op, LinearAdd):
             _packed(r, node)
     fused = Graph()
     fused.nodes, fused.weights, fused.states = r.nodes, graph.weights, graph.states
