@@ -368,7 +368,8 @@ def _finish_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry
 def _mma_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
     o, step = operands(op, types), 32 * tuning["warps"]
     blocks = sum(-(-_height(t) // step) for _, t in o.weights)
-    return Geometry((blocks, -(-_rows(o, env) // tuning["columns"]), 1), step)
+    slabs = 3 * tuning["columns"] * 160
+    return Geometry((blocks, -(-_rows(o, env) // tuning["columns"]), 1), step, slabs)
 
 
 def _gemm_workspace(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
