@@ -28,6 +28,7 @@ from ninfer.artifacts import open_artifact
 from ninfer.artifacts.artifact import Artifact
 from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
 from ninfer.devices.cuda import CudaDevice, CudaExecutable, Weight
+from ninfer.devices.plan import Launch, Place
 from ninfer.devices.synthetic import Synthetic
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
@@ -126,6 +127,29 @@ def measure(executable: CudaExecutable, rows: int, context: int, seconds: float)
     }
 
 
+def parts(device: CudaDevice, executable: CudaExecutable) -> list[dict[str, Any]]:
+    """Where a step's time goes: the launches of each kind in a chain of their own. Their sum is not the step's time,
+    since neighbours overlap by dependent launch."""
+    plan, rows = executable.plan, list[dict[str, Any]]()
+    kinds: dict[tuple[str, str, tuple[str, ...]], list[Launch]] = {}
+    for launch in plan.launches:
+        weights = tuple(str(t) for t in launch.types if t.fmt is not None)
+        kinds.setdefault((launch.op.key, launch.route, weights), []).append(launch)
+    for (key, route, weights), launches in kinds.items():
+        chosen = {id(x) for x in launches}
+        seconds = executable.time_part(lambda x, chosen=chosen: id(x) in chosen, 5)  # type: ignore[misc]
+        nbytes = sum(
+            device.weight_bytes(executable.memory.weights[r.name])
+            for x in launches if x.op.key != "embed" for r in x.args if r.place is Place.WEIGHT
+        )  # fmt: skip
+        rows.append({
+            "op": key, "route": route, "weights": list(weights), "launches": len(launches),
+            "us": round(seconds * 1e6, 1), "us_each": round(seconds * 1e6 / len(launches), 2),
+            "tb_per_s": round(nbytes / seconds / 1e12, 3),
+        })  # fmt: skip
+    return sorted(rows, key=lambda r: -r["us"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=f"{PREFIX}NAME or a model file")
@@ -134,6 +158,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences of one token each")
     parser.add_argument("--kv-dtype", default="bf16")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each point")
+    parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
     parser.add_argument("--plain", action="store_true", help="without the fusions of a decode plan")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--explain", action="store_true", help="print the plan")
@@ -179,6 +204,11 @@ def main() -> None:
                 f"  {sum(moved.values()) / 1e9:.2f} GB  {point['roofline']:.1%} of the bus  host {point['host_us']} us"
             )
             print(line, flush=True)
+            if args.parts:
+                point["parts"] = parts(device, executable)
+                for r in point["parts"]:
+                    print(f"    {r['us']:>8} us  {r['launches']:>3} x {r['us_each']:>7}  {r['tb_per_s']:.2f} TB/s  "
+                          f"{r['op']} {r['route']} {' '.join(r['weights'])}")  # fmt: skip
             print(json.dumps(point), flush=True)
         device.close()
     if args.json:
