@@ -9,7 +9,7 @@ from typing import Any
 from ninfer.ir.ops.fused import FusedDelta, FusedDeltaPeek
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.types import Env, Types
-from ninfer.routes.route import Geometry, Route, Tuning
+from ninfer.routes.route import Geometry, Route, Stage, Tuning
 
 PIECE = 32  # rows of a sequence that one block convolves
 
@@ -41,6 +41,35 @@ def delta_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Ge
 
 def delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     return {"warps": _warps(op), "moves": bool(op.mutates)}
+
+
+# In chunks of 32 rows, on tensor cores.
+
+CHUNK_WORDS = 2 * 32 * 32 + 4 * 32  # what the first kernel leaves for a chunk and head
+
+
+def chunk_refuse(op: GatedDelta, types: Types) -> str | None:
+    if op.key_dim % 16 or op.key_dim > 128 or op.value_dim % 32:
+        return f"keys of {op.key_dim} and values of {op.value_dim} are not multiples of 16 up to 128, and of 32"
+    return None
+
+
+def chunk_workspace(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> int:
+    return 4 * CHUNK_WORDS * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
+
+
+def prepare_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    shared = 4 * (2 * 32 * (op.key_dim + 4) + 2 * 32 * 33 + 4 * 32)
+    return Geometry((ceil(env.rows / 32) + 1, op.value_heads, env.seqs), 128, shared)
+
+
+def chunks_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    shared = 4 * (5 * 32 * (op.key_dim + 4) + 2 * 32 * 40)
+    return Geometry((op.value_heads, op.value_dim // 32, env.seqs), 128, shared)
+
+
+def chunk_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"chunk_words": CHUNK_WORDS, "moves": bool(op.mutates)}
 
 
 def _fused_refuse(op: FusedDelta, types: Types) -> str | None:
@@ -80,6 +109,21 @@ DELTA = Route(
     refuse=delta_refuse,
     numerics="cuda",
 )
+DELTA_CHUNKED = Route(
+    name="gated_delta.cuda.chunked",
+    op=GatedDelta,
+    device="cuda",
+    template="cuda/delta_prepare.cu.j2",
+    geometry=prepare_geometry,
+    then=(Stage[GatedDelta](template="cuda/delta_chunks.cu.j2", geometry=chunks_geometry),),
+    context=chunk_context,
+    workspace=chunk_workspace,
+    refuse=chunk_refuse,
+    widths=(65, 1 << 30),
+    needs=("sm80",),
+    numerics="cuda.chunked",
+    rtol=5e-3,  # products in TF32: 10 bits
+)
 FUSED_DELTA = Route(
     name="fused_delta.cuda",
     op=FusedDelta,
@@ -101,4 +145,4 @@ FUSED_DELTA_PEEK = Route(
     numerics="cuda",
 )
 
-ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, FUSED_DELTA_PEEK, CONV, DELTA)
+ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, FUSED_DELTA_PEEK, CONV, DELTA_CHUNKED, DELTA)

@@ -41,6 +41,7 @@ GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, QuantizeRows, RmsNormQuant)
+ALL_OPS = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 
@@ -113,7 +114,7 @@ def _case(
 
 def trials(info: DeviceInfo) -> Iterator[Trial]:
     registry = RouteRegistry(cuda_routes(info.units))
-    for op in dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *LINEAR_OPS)):
+    for op in ALL_OPS:
         for case in (*op.cases(), *(c for c in long_cases() if type(c.op) is op)):
             for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)

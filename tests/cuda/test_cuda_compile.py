@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from parity import lay_out, lowering_for, trials
+from parity import ALL_OPS, lay_out, lowering_for, trials
 
 from ninfer.devices.base import DeviceInfo, Source
 from ninfer.devices.cuda import features_of
 from ninfer.devices.nvrtc import ARCHITECTURES, CubinCache, nvrtc_missing
 from ninfer.ir.op import snake
-from ninfer.ir.ops import OPS
 from ninfer.routes.profile import cache_dir
 
 pytestmark = pytest.mark.skipif(nvrtc_missing() is not None, reason=nvrtc_missing() or "")
 
 
-@pytest.mark.parametrize("op", [snake(op.__name__) for op in OPS.ops])
+@pytest.mark.parametrize("op", [snake(op.__name__) for op in ALL_OPS])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles(arch: str, op: str) -> None:
     info = DeviceInfo("cuda", arch, arch, features_of(arch), arch, 100, 0)
