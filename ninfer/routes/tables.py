@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from ninfer.routes import host, linear_cpu
+from ninfer.routes import (
+    attention_cpu,
+    elementwise_cpu,
+    embed_cpu,
+    linear_cpu,
+    norm_cpu,
+    recurrent_cpu,
+    sample_cpu,
+)
 from ninfer.routes.route import RouteRegistry
 
-REGISTRY = RouteRegistry((*linear_cpu.ROUTES, *host.ROUTES))
+REGISTRY = RouteRegistry(
+    (
+        *linear_cpu.ROUTES,
+        *norm_cpu.ROUTES,
+        *attention_cpu.ROUTES,
+        *recurrent_cpu.ROUTES,
+        *embed_cpu.ROUTES,
+        *elementwise_cpu.ROUTES,
+        *sample_cpu.ROUTES,
+    )
+)
