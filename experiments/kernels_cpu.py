@@ -60,7 +60,8 @@ extern "C" void stream(void* const* a, int chunk, int chunks) {
 }
 extern "C" void ceilings(void* const* a, int chunk, int chunks) {
     v8 x = (v8){} + 0.999f, y = (v8){} + 1e-3f;
-    v8 s0 = y, s1 = y + 1, s2 = y + 2, s3 = y + 3, s4 = y + 4, s5 = y + 5, s6 = y + 6, s7 = y + 7, s8 = y + 8, s9 = y + 9;
+    v8 s0 = y, s1 = y + 1, s2 = y + 2, s3 = y + 3, s4 = y + 4, s5 = y + 5, s6 = y + 6, s7 = y + 7;
+    v8 s8 = y + 8, s9 = y + 9;
     for (int64_t n = *(const int64_t*)a[0]; n; --n) {
         s0 = s0 * x + y, s1 = s1 * x + y, s2 = s2 * x + y, s3 = s3 * x + y, s4 = s4 * x + y;
         s5 = s5 * x + y, s6 = s6 * x + y, s7 = s7 * x + y, s8 = s8 * x + y, s9 = s9 * x + y;
@@ -219,8 +220,9 @@ def main() -> None:
                 if problem.sym is L and rows > 8:
                     continue
                 env = Env(rows, rows, 1)
-                types = (TensorType((problem.sym, problem.k)),) + tuple(
-                    TensorType((n, problem.k), fmt=by_name(f)) for f, n in problem.formats
+                types = (
+                    TensorType((problem.sym, problem.k)),
+                    *(TensorType((n, problem.k), fmt=by_name(f)) for f, n in problem.formats),
                 )
                 for candidate in registry.candidates(problem.op, types, evolve(env), info):
                     if args.only not in candidate.id:

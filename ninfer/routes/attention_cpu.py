@@ -81,7 +81,7 @@ def _spans(env: Env) -> int:
 
 def _context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     p = f"attention_{op.fmt.name}_{op.heads}_{op.kv_heads}x{op.head_dim}_{op.window or 0}_{env.max_pages}"
-    return {"p": p, "page": PAGE, "span": SPAN, "spans": _spans(env)}
+    return {"p": p, "page": PAGE, "span": SPAN, "spans": _spans(env), "kv_v_row": op.fmt.v.row_bytes(op.head_dim)}
 
 
 def _workspace(op: Attention, types: Types, env: Env, tuning: Tuning) -> int:

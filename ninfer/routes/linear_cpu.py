@@ -79,7 +79,13 @@ def codes(fmt: QuantFormat, n: int, k: int) -> dict[str, Any]:
     fast = ""  # scales that are f16 of their own, read four bytes at a time
     fields = [f.name for f in fmt.record.fields]
     at = fmt.record.offset(fmt.d.field)
-    if fmt.d.kind == "f16" and fmt.d.sub is None and fmt.block == fmt.group and not fmt.split and at + 4 <= fmt.block_bytes:
+    if (
+        fmt.d.kind == "f16"
+        and fmt.d.sub is None
+        and fmt.block == fmt.group
+        and not fmt.split
+        and at + 4 <= fmt.block_bytes
+    ):
         if fmt.m is None:
             fast = "single"
         elif fmt.m.sub is None and not fmt.m.negate and fields.index(fmt.m.field) == fields.index(fmt.d.field) + 1:

@@ -11,14 +11,13 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from ninfer.devices.cpu import _LAUNCH, CpuDevice
-from ninfer.devices.plan import BufferRef, Place
+from ninfer.devices.plan import BufferRef, Launch, Place
 from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Kind, Node, Value
 from ninfer.ir.op import Case
 from ninfer.ir.step import HEADER
 from ninfer.ir.types import Array, Env, Sym, TensorType
 from ninfer.routes.lower import Arena, Lowering
-from ninfer.routes.plan import Launch
 from ninfer.routes.route import Candidate
 
 CANARY = 0xA5
