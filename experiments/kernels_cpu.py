@@ -50,7 +50,8 @@ CEILINGS = Source(
 typedef float v8 __attribute__((vector_size(32)));
 typedef int64_t q4 __attribute__((vector_size(32)));
 extern "C" void stream(void* const* a, int chunk, int chunks) {
-    const int64_t bytes = *(const int64_t*)a[0] / 256, first = bytes * chunk / chunks, last = bytes * (chunk + 1) / chunks;
+    const int64_t bytes = *(const int64_t*)a[0] / 256;
+    const int64_t first = bytes * chunk / chunks, last = bytes * (chunk + 1) / chunks;
     const q4* p = (const q4*)a[1];
     q4 s[8] = {};
     for (int64_t i = first; i < last; ++i)
