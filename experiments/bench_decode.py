@@ -89,7 +89,7 @@ def bind(device: CudaDevice, lowering: Lowering, graph: Graph, weights: dict[str
     runtime = device.cupy.cuda.runtime
     for name, array in memory.states.items():  # small bf16 numbers: a cache of zeros would draw less power
         if name.startswith("kv."):
-            runtime.memset(array.data.ptr, 0x3C, array.nbytes)
+            runtime.memsetAsync(array.data.ptr, 0x3C, array.nbytes, device.stream.ptr)
     table = np.arange(env.slots * env.max_pages, dtype=np.int32) % env.pages
     memory.write_state("page_table", slice(None), table.reshape(env.slots, env.max_pages))
     executable = device.bind(plan, memory, {v.name: a for v, a in graph.consts.items()}, entries)

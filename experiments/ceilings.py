@@ -122,7 +122,8 @@ def bandwidth(device: CudaDevice, timer: Timer) -> dict[str, Any]:
     words = Region(device.cupy, 256)
     device.cupy.cuda.runtime.memset(x.pointer, 1, nbytes)
     count = np.array([nbytes // 16], np.uint64)
-    device.cupy.cuda.runtime.memcpy(words.pointer, count.ctypes.data, 8, 1)
+    device.copy_in(words.pointer, count)
+    device.cupy.cuda.runtime.deviceSynchronize()
     results: dict[str, Any] = {"bytes": nbytes}
     for name, entry, text, factor in (("read", "read_all", READ, 1), ("copy", "copy_all", COPY, 2)):
         best = (0.0, 0.0, 0)
@@ -184,7 +185,7 @@ def _fill(device: CudaDevice, rng: np.random.Generator, kind: str, *operands: tu
         size = raw.nbytes * count // (1 << 20)
         for at in range(0, size, raw.nbytes):
             n = min(raw.nbytes, size - at)
-            device.cupy.cuda.runtime.memcpy(region.pointer + at, raw.ctypes.data, n, 1)
+            device.copy_in(region.pointer + at, raw[:n])
 
 
 def boundaries(device: CudaDevice, timer: Timer) -> dict[str, float]:

@@ -9,6 +9,7 @@ Modules are loaded and shared memory is granted before anything is captured.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -217,12 +218,12 @@ class CudaDevice:
     _granted: dict[str, int] = field(factory=dict)  # dynamic shared memory by entry
     _blas: Any = None
     _memories: list[CudaMemory] = field(factory=list)
+    _threads: set[int] = field(factory=set)
 
     def __attrs_post_init__(self) -> None:
         self.cupy = self.libs.cupy
         runtime = self.cupy.cuda.runtime
-        runtime.setDevice(self.index)
-        runtime.free(0)  # makes the context, which the driver's calls need
+        self.enter()
         check_driver(int(runtime.driverGetVersion()), nvrtc_version())
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self.dependent_launch = self.dependent_launch and "sm90" in self.info.features
@@ -325,7 +326,7 @@ class CudaDevice:
         if key not in tiles:
             raw = self._bytes(weight.tile())
             region = Region(self.cupy, raw.nbytes)
-            runtime.memcpy(region.pointer, np.ascontiguousarray(raw).ctypes.data, raw.nbytes, _TO_DEVICE)
+            self.copy_in(region.pointer, raw)
             tiles[key] = (region, raw.nbytes)
         region, nbytes = tiles[key]
         rows = min(weight.shape[0], Synthetic.TILE)
@@ -341,6 +342,20 @@ class CudaDevice:
             size = min(done, total - done)
             runtime.memcpyAsync(at + done, at, size, _ON_DEVICE, self.stream.ptr)
             done += size
+
+    def copy_in(self, pointer: int, array: NDArray[Any]) -> None:
+        """On the stream: a plain copy from pageable memory may still be on its way when it returns."""
+        raw = np.ascontiguousarray(array)
+        self.cupy.cuda.runtime.memcpyAsync(pointer, raw.ctypes.data, raw.nbytes, _TO_DEVICE, self.stream.ptr)
+        self.stream.synchronize()
+
+    def enter(self) -> None:
+        """Make this device the calling thread's, which the driver's calls need."""
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self.cupy.cuda.runtime.setDevice(self.index)
+            self.cupy.cuda.runtime.free(0)
+            self._threads.add(thread)
 
     # programs
 
@@ -503,7 +518,7 @@ class CudaExecutable:
         for name, array in self.consts.items():
             raw = np.ascontiguousarray(array)
             self._const_at[name] = self._record.pointer + at
-            cupy.cuda.runtime.memcpy(self._record.pointer + at, raw.ctypes.data, raw.nbytes, _TO_DEVICE)
+            self.device.copy_in(self._record.pointer + at, raw)
             at += _align(raw.nbytes, 16)
 
     def _make_results(self) -> dict[BufferRef, tuple[int, int]]:
@@ -604,6 +619,7 @@ class CudaExecutable:
 
     def launch(self) -> dict[str, NDArray[Any]]:
         """Run the step that header and step arrays describe; outputs are views, valid until the next launch."""
+        self.device.enter()
         try:
             self.start()
             self.device.stream.synchronize()
@@ -694,7 +710,7 @@ class CudaBench:
         noise = np.random.default_rng(7).standard_normal(min(plan.arena_bytes // 4, 1 << 24), np.float32)
         for at in range(0, plan.arena_bytes, max(noise.nbytes, 1)):
             n = min(noise.nbytes, plan.arena_bytes - at)
-            self.device.cupy.cuda.runtime.memcpy(self._arena.pointer + at, noise.ctypes.data, n, _TO_DEVICE)
+            self.device.copy_in(self._arena.pointer + at, noise.view(np.uint8)[:n])
 
         return lambda: executable.time(1)
 

@@ -36,12 +36,11 @@ class GpuRun:
     ) -> None:
         device, runtime = self.device, self.device.cupy.cuda.runtime
         device.compile([Plan(Env(1, 1, 1), tuple(launches), 0, 0, {})])
-        host_header = header.view()
         regions: dict[int, Region] = {}
 
         def put(offset: int, nbytes: int) -> Region:
             region = Region(device.cupy, nbytes)
-            runtime.memcpy(region.pointer, arena.ctypes.data + offset, nbytes, 1)
+            device.copy_in(region.pointer, arena[offset : offset + nbytes])
             return region
 
         if self.separate:
@@ -52,7 +51,7 @@ class GpuRun:
             regions = {0: whole}
             address = {offset: whole.pointer + offset for offset in spans}
         head = Region(device.cupy, len(header))
-        runtime.memcpy(head.pointer, host_header.ctypes.data, len(header), 1)
+        device.copy_in(head.pointer, header)
         try:
             for i, launch in enumerate(launches):
                 pointers = [head.pointer, *(address[ref.offset] for ref in launch.args)]
