@@ -21,7 +21,7 @@ def test_every_kernel_compiles(arch: str, op: str) -> None:
     lowering, sources = lowering_for(info), dict[str, Source]()
     for trial in trials(info):
         # further tunings differ in numbers of warps and splits only
-        if trial.case.op.key == op and trial.candidate.tuning in trial.candidate.route.tunings[:2]:
+        if trial.case.op.key == op and trial.candidate.tuning in trial.candidate.route.tunings[:1]:
             for launch in lay_out(trial, lowering).launches:
                 if launch.source is not None:
                     sources[launch.source.entry] = launch.source
