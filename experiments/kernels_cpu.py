@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import frozen
 from numpy.typing import NDArray
 
 from ninfer.devices.base import Source
@@ -225,7 +225,7 @@ def main() -> None:
                     TensorType((problem.sym, problem.k)),
                     *(TensorType((n, problem.k), fmt=by_name(f)) for f, n in problem.formats),
                 )
-                for candidate in registry.candidates(problem.op, types, evolve(env), info):
+                for candidate in registry.candidates(problem.op, types, env, info):
                     if args.only not in candidate.id:
                         continue
                     seconds, nbytes, flops = bench.product(problem, rows, candidate)
