@@ -11,7 +11,10 @@ from ninfer.devices.nvrtc import ARCHITECTURES, CubinCache, nvrtc_missing
 from ninfer.ir.op import snake
 from ninfer.routes.profile import cache_dir
 
-pytestmark = pytest.mark.skipif(nvrtc_missing() is not None, reason=nvrtc_missing() or "")
+pytestmark = [
+    pytest.mark.slow,  # some minutes: python -m pytest -m slow
+    pytest.mark.skipif(nvrtc_missing() is not None, reason=nvrtc_missing() or ""),
+]
 
 
 @pytest.mark.parametrize("op", [snake(op.__name__) for op in ALL_OPS])

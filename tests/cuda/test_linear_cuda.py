@@ -25,6 +25,8 @@ from ninfer.routes.cuda_layout import layout_of
 from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate, Geometry, RouteRegistry
 
+pytestmark = pytest.mark.slow  # some minutes: python -m pytest -m slow
+
 UNITS = 5
 REGISTRY = RouteRegistry(linear_cuda.routes(UNITS))
 # As a real GPU, so that routes around library products are offered; numpy stands for the library.
