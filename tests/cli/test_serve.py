@@ -123,6 +123,7 @@ def test_while_loading_every_route_is_a_503_with_retry_after() -> None:
 
 def test_ctrl_c_while_loading_ends_at_once() -> None:
     with server(load_s=60) as s:
+        assert s.get("/").status == 503  # the loop runs, so signals are its own
         s.process.send_signal(signal.SIGINT)
         assert s.end() == 130
 
