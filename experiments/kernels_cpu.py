@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -239,4 +238,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

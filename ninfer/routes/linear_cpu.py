@@ -20,7 +20,7 @@ Product: TypeAlias = Linear | LinearAdd | LinearSwiglu
 
 PANEL = 16  # weight rows whose codes are laid out together
 GROUP_BYTES = 32  # act_group
-CHUNK_BYTES = 48 << 10  # of weights, about, in a chunk of a memory-bound launch
+CHUNK_BYTES = 64 << 10  # of weights, about, in a chunk of a memory-bound launch
 CHUNK_MACS = 1 << 21  # in a chunk of a compute-bound one
 
 
@@ -111,9 +111,11 @@ def _context(op: Product, types: Types, env: Env, tuning: Tuning) -> Mapping[str
         assert fmt is not None
         view = codes(fmt, n, k)
         flags = f"{_c(fmt.group == 16)}, {_c(view.get('zero', 0))}, {_c(fmt.m is not None)}"
+        field = next((f for f in fmt.record.fields), None)
+        row = fmt.blocks_per_row(k) * (field.nbytes if field is not None and fmt.split else fmt.block_bytes)
         weights.append(
             {"fmt": fmt, "n": n, "arg": arg, "out": out, "codes": view, "first_unit": units, "first_panel": panels,
-             "panels": -(-n // panel_rows), "flags": flags}
+             "panels": -(-n // panel_rows), "flags": flags, "next_panel": row * panel_rows, "next_row": row}
         )  # fmt: skip
         if not (swiglu and len(weights) == 2):
             units += -(-n // 8)
