@@ -86,12 +86,11 @@ def test_smollm2_writes_the_exact_texts_to_the_first_near_tie() -> None:
     for i, text in enumerate(texts):
         ids = exact["greedy_ids"][i].tolist()
         n = equal_steps(text, ids)
-        # Activations of 16 bits move a log-probability by up to 0.01.
-        assert n == len(ids) or exact["greedy_gap"][i][n] < 2e-2, f"prompt {i} parts at step {n}"
+        assert n == len(ids) or exact["greedy_gap"][i][n] < 5e-3, f"prompt {i} parts at step {n}"
         for step in range(min(n, 8)):
             want = dict(zip(exact["top_ids"][i, step].tolist(), exact["top_logprobs"][i, step].tolist(), strict=True))
             for token, logprob in text[step].top:
-                assert abs(logprob - want[token]) < 2e-2
+                assert abs(logprob - want[token]) < 4e-3  # 16-bit activations: 2.8e-3 measured
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "bf16"])
@@ -103,8 +102,8 @@ def test_smollm2_has_the_exact_perplexity(kv_dtype: str) -> None:
     assert len(score.nll) == reference["scored_tokens"]
     assert abs(score.perplexity - reference["float32_perplexity"]) < 0.02
     if kv_dtype == "f32":
-        # Activations of 16 bits: a token's log-probability moves by 0.006 at most here, 0.0003 on average.
-        np.testing.assert_allclose(score.nll, exact["text_nll"], rtol=0, atol=2e-2)
+        # Activations of 16 bits: 0.0064 at most and 0.0004 on average were measured.
+        np.testing.assert_allclose(score.nll, exact["text_nll"], rtol=0, atol=8e-3)
         assert np.abs(score.nll - exact["text_nll"]).mean() < 1e-3
 
 
