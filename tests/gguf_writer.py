@@ -24,14 +24,18 @@ _PARTS = {
     "input_layernorm": "attn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.out_proj": "ssm_out",
     "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
+    "linear_attn.norm": "ssm_norm", "linear_attn.in_proj_ba": "ssm_ba", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
+_ARCHITECTURES = {"llama": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+                  "qwen3_next": "qwen3next"}  # fmt: skip
 _MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 
 
 def matrices_in(fmt: QuantFormat) -> FormatOf:
     """Matrices in `fmt`, vectors and convolutions in float32."""
-    return lambda name, shape: fmt if len(shape) == 2 and "conv1d" not in name else F32
+    return lambda name, shape: fmt if len(shape) > 1 and "conv1d" not in name else F32
 
 
 def write_gguf(
@@ -39,12 +43,19 @@ def write_gguf(
 ) -> None:
     """tokenizer: a tokenizer.json; template: a chat template."""
     c = artifact.config
-    llama = c["model_type"] == "llama"
-    out = gguf.GGUFWriter(path, "llama" if llama else "qwen35")
+    arch = _ARCHITECTURES[c["model_type"]]
+    llama = arch == "llama"
+    out = gguf.GGUFWriter(path, arch)
     out.add_name(artifact.display_name)
     out.add_context_length(c["max_position_embeddings"])
     out.add_embedding_length(c["hidden_size"])
-    out.add_feed_forward_length(c["intermediate_size"])
+    if "num_experts" in c:
+        out.add_expert_count(c["num_experts"])
+        out.add_expert_used_count(c["num_experts_per_tok"])
+        out.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        out.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+    if "intermediate_size" in c:
+        out.add_feed_forward_length(c["intermediate_size"])
     out.add_head_count(c["num_attention_heads"])
     out.add_head_count_kv(c["num_key_value_heads"])
     out.add_key_length(c["head_dim"])
@@ -61,30 +72,89 @@ def write_gguf(
         _tokenizer(out, json.loads(tokenizer.read_text()), c)
     if template is not None:
         out.add_chat_template(template.read_text())
-    for name in artifact.names():
-        values = artifact.get(name).f32()
-        values = _llama_rows(name, values, c) if llama else _qwen35_values(name, values, c)
+    tensors = {name: artifact.get(name).f32() for name in artifact.names()}
+    if arch == "qwen3next":  # its converter leaves the MTP block away
+        tensors = {name: x for name, x in tensors.items() if not name.startswith("mtp.")}
+    targets = _experts(tensors, c, mtp)
+    for name, values in tensors.items():
+        if llama:
+            targets[_target(name, c, llama)] = name, _llama_rows(name, values, c)
+        elif arch != "qwen3next":
+            targets[_target(name, c, llama)] = name, _qwen35_values(name, values, c)
+        elif name.endswith("in_proj_qkvz.weight"):
+            block = _target(name.replace("in_proj_qkvz", "in_proj_z"), c, llama).removesuffix("attn_gate.weight")
+            for part, rows in _split_qkvz(values, c).items():
+                targets[block + part] = name, rows
+        else:
+            targets[_target(name, c, llama)] = name, _qwen3_next_values(name, values)
+    for target, (name, values) in targets.items():
         fmt = format_of(name, values.shape)
         raw = fmt.pack(values).reshape(*values.shape[:-1], -1)
-        out.add_tensor(_target(name, c, llama), raw, raw_dtype=gguf.GGMLQuantizationType(fmt.ggml_type))
+        out.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType(fmt.ggml_type))
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
 
 
+Named = dict[str, tuple[str, NDArray[np.float32]]]  # tensor of the file: the checkpoint's name, values
+
+
+def _experts(tensors: dict[str, NDArray[np.float32]], c: Mapping[str, Any], mtp: int) -> Named:
+    """Takes the experts out of `tensors`: stacks of gates, ups and downs of each block."""
+    found: Named = {}
+    for i in range(c["num_hidden_layers"] + mtp):
+        p = f"model.layers.{i}." if i < c["num_hidden_layers"] else f"mtp.layers.{i - c['num_hidden_layers']}."
+        p += "mlp.experts."
+        if f"{p}gate_up_proj" in tensors:
+            both = tensors.pop(f"{p}gate_up_proj")
+            half = both.shape[1] // 2
+            parts = {"gate": both[:, :half], "up": both[:, half:], "down": tensors.pop(f"{p}down_proj")}
+        elif f"{p}0.up_proj.weight" in tensors:
+            parts = {
+                part: np.stack([tensors.pop(f"{p}{e}.{part}_proj.weight") for e in range(c["num_experts"])])
+                for part in ("gate", "up", "down")
+            }
+        else:
+            continue
+        for part, x in parts.items():
+            found[f"blk.{i}.ffn_{part}_exps.weight"] = f"{p}{part}_proj", np.ascontiguousarray(x)
+    return found
+
+
+def _split_qkvz(x: NDArray[np.float32], c: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Rows of each key head: its q and k, then v and z of its value heads."""
+    hk, dk = c["linear_num_key_heads"], c["linear_key_head_dim"]
+    wide = c["linear_num_value_heads"] // hk * c["linear_value_head_dim"]
+    heads = x.reshape(hk, 2 * dk + 2 * wide, -1)
+    q, k, v, z = (part.reshape(-1, x.shape[1]) for part in np.split(heads, [dk, 2 * dk, 2 * dk + wide], axis=1))
+    return {"attn_qkv.weight": np.concatenate([q, k, v]), "attn_gate.weight": z}
+
+
+def _qwen3_next_values(name: str, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Value heads stay where they are."""
+    if name.endswith("A_log"):
+        return -np.exp(x)
+    if name.endswith("conv1d.weight"):
+        return x.reshape(len(x), -1)
+    if "norm" in name and not name.endswith("linear_attn.norm.weight"):
+        return x + np.float32(1)
+    return x.reshape(-1) if name.endswith("shared_expert_gate.weight") else x
+
+
 def _qwen35_keys(out: gguf.GGUFWriter, c: Mapping[str, Any], mtp: int) -> None:
     rope = c["rope_parameters"]
     out.add_rope_dimension_count(int(c["head_dim"] * rope["partial_rotary_factor"]))
-    out.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if "mrope_section" in rope:
+        out.add_rope_dimension_sections([*rope["mrope_section"], 0])
     out.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
     out.add_ssm_state_size(c["linear_key_head_dim"])
     out.add_ssm_group_count(c["linear_num_key_heads"])
     out.add_ssm_time_step_rank(c["linear_num_value_heads"])
     out.add_ssm_inner_size(c["linear_num_value_heads"] * c["linear_value_head_dim"])
-    out.add_uint32("qwen35.full_attention_interval", c["layer_types"].index("full_attention") + 1)
+    out.add_uint32(f"{out.arch}.full_attention_interval", c["layer_types"].index("full_attention") + 1)
     if mtp:
-        out.add_uint32("qwen35.nextn_predict_layers", mtp)
+        out.add_uint32(f"{out.arch}.nextn_predict_layers", mtp)
 
 
 def _tokenizer(out: gguf.GGUFWriter, t: Mapping[str, Any], c: Mapping[str, Any]) -> None:
@@ -147,6 +217,8 @@ def _qwen35_values(name: str, x: NDArray[np.float32], c: Mapping[str, Any]) -> N
         return -np.exp(tiled(x))
     if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight")):
         return tiled(x)
+    if name.endswith("shared_expert_gate.weight"):
+        return x.reshape(-1)
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         x = x.reshape(len(x), -1)
         return np.concatenate([x[:keys], tiled(x[keys:])])

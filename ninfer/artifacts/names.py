@@ -162,13 +162,31 @@ def _conv_shape(shape: Shape) -> Shape:
     return (shape[0], 1, *shape[1:])
 
 
+def squeezed(p: Parameter, config: Config) -> Parameter:
+    """[C, taps] -> [C, 1, taps]."""
+    return evolve(p, shape=_conv_shape(p.shape))
+
+
 def a_log(p: Parameter, config: Config) -> Parameter:
+    """As `grouped_a_log`, of value heads in tiled order."""
+    return grouped_a_log(value_heads(p, config), config)
+
+
+def grouped_a_log(p: Parameter, config: Config) -> Parameter:
     """The file has -exp(A_log)."""
-    p = value_heads(p, config)
     a = p.f32()
     if not (a < 0).all():
         raise ArtifactError("holds numbers that are not negative")
     return evolve(p, raw=p.format.pack(np.log(-a)))
+
+
+def one_row(p: Parameter, config: Config) -> Parameter:
+    """A matrix of one row that was stored as a vector."""
+    return evolve(p, shape=_one_row_shape(p.shape))
+
+
+def _one_row_shape(shape: Shape) -> Shape:
+    return (1, *shape) if len(shape) == 1 else shape
 
 
 def out_columns(p: Parameter, config: Config) -> Parameter:
@@ -324,7 +342,8 @@ _LLAMA_BLOCK = _MLP | {
 }
 
 
-def _qwen35_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+def _delta_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    """What models with the delta rule share; the value heads' order is told by the caller."""
     config = _common(meta, tensors)
     blocks, mtp = meta.whole("block_count", most=MAX_BLOCKS), meta.whole("nextn_predict_layers", 0, least=0)
     if mtp > 1 or mtp >= blocks:
@@ -342,15 +361,8 @@ def _qwen35_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
         recurrent = [(i + 1) % interval != 0 for i in range(layers)]
     if not isinstance(recurrent, list) or len(recurrent) < layers or not all(isinstance(v, bool) for v in recurrent):
         raise ArtifactError(f"{meta.path}: {meta.arch}.attention.recurrent_layers is not a list of {layers} booleans")
-    width = inner // hv
-    outs = {f"model.layers.{i}.linear_attn.out_proj.weight": tensors.get(f"blk.{i}.ssm_out.weight")
-            for i in range(layers)}  # fmt: skip
-    tiled = [n for n, t in outs.items() if t is not None and not t.format.can_move_columns(width)]
     return config | {
-        "model_type": "qwen3_5_text",
-        "architectures": ["Qwen3_5ForCausalLM"],
         "num_hidden_layers": layers,
-        "intermediate_size": meta.whole("feed_forward_length"),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -360,20 +372,60 @@ def _qwen35_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
         "linear_num_key_heads": hk,
         "linear_num_value_heads": hv,
         "linear_key_head_dim": meta.whole("ssm.state_size"),
-        "linear_value_head_dim": width,
+        "linear_value_head_dim": inner // hv,
         "linear_conv_kernel_dim": meta.whole("ssm.conv_kernel"),
         "mamba_ssm_dtype": "float32",
         "mtp_num_hidden_layers": mtp,
         "mtp_use_dedicated_embeddings": False,
-        "rope_parameters": _rope(meta)
-        | {
-            "partial_rotary_factor": rotary / head_dim,
-            "mrope_interleaved": True,
-            "mrope_section": meta.wholes("rope.dimension_sections", 3),
-        },
+        "rope_parameters": _rope(meta) | {"partial_rotary_factor": rotary / head_dim},
         "norm_plus_one": True,
+        "gdn_tiled_out_columns": (),
+    }
+
+
+def _mixture_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    shared = tensors.get("blk.0.ffn_gate_shexp.weight")
+    inner = 0 if shared is None else shared.shape[0]
+    return {
+        "num_experts": meta.whole("expert_count"),
+        "num_experts_per_tok": meta.whole("expert_used_count"),
+        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": meta.whole("expert_shared_feed_forward_length", inner, least=0),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen35_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    config = _delta_config(meta, tensors)
+    layers, width = config["num_hidden_layers"], config["linear_value_head_dim"]
+    outs = {f"model.layers.{i}.linear_attn.out_proj.weight": tensors.get(f"blk.{i}.ssm_out.weight")
+            for i in range(layers)}  # fmt: skip
+    tiled = [n for n, t in outs.items() if t is not None and not t.format.can_move_columns(width)]
+    sections = {"mrope_interleaved": True, "mrope_section": meta.wholes("rope.dimension_sections", 3)}
+    hk, hv = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    return config | {
+        "rope_parameters": config["rope_parameters"] | sections,
         "gdn_tiled_out_columns": tuple(tiled) if hv != hk else (),
     }
+
+
+def _qwen35_dense_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    return _qwen35_config(meta, tensors) | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "intermediate_size": meta.whole("feed_forward_length"),
+    }
+
+
+def _qwen35_moe_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    names = {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
+    return _qwen35_config(meta, tensors) | _mixture_config(meta, tensors) | names
+
+
+def _qwen3_next_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    """Value heads stay grouped by key head in these files, and there is no MTP block."""
+    names = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+    return _delta_config(meta, tensors) | _mixture_config(meta, tensors) | names
 
 
 _QWEN35_BLOCK = {k: r for k, r in _MLP.items() if k.endswith(".weight")} | {
@@ -402,9 +454,36 @@ _QWEN35_MTP = {
     "nextn.shared_head_head.weight": Rule("mtp.lm_head.weight"),
 }
 
+_MIXTURE = {
+    "ffn_gate_inp.weight": Rule("mlp.gate.weight"),
+    "ffn_gate_exps.weight": Rule("mlp.experts.gate_proj"),
+    "ffn_up_exps.weight": Rule("mlp.experts.up_proj"),
+    "ffn_gate_up_exps.weight": Rule("mlp.experts.gate_up_proj"),
+    "ffn_down_exps.weight": Rule("mlp.experts.down_proj"),
+    "ffn_gate_inp_shexp.weight": Rule("mlp.shared_expert_gate.weight", one_row, _one_row_shape),
+    "ffn_gate_shexp.weight": Rule("mlp.shared_expert.gate_proj.weight"),
+    "ffn_up_shexp.weight": Rule("mlp.shared_expert.up_proj.weight"),
+    "ffn_down_shexp.weight": Rule("mlp.shared_expert.down_proj.weight"),
+}
+_QWEN3_NEXT_BLOCK = (
+    _QWEN35_BLOCK
+    | _MIXTURE
+    | {
+        "attn_qkv.weight": Rule("linear_attn.in_proj_qkv.weight"),
+        "attn_gate.weight": Rule("linear_attn.in_proj_z.weight"),
+        "ssm_ba.weight": Rule("linear_attn.in_proj_ba.weight"),
+        "ssm_a": Rule("linear_attn.A_log", grouped_a_log),
+        "ssm_dt.bias": Rule("linear_attn.dt_bias"),
+        "ssm_conv1d.weight": Rule("linear_attn.conv1d.weight", squeezed, _conv_shape),
+        "ssm_out.weight": Rule("linear_attn.out_proj.weight"),
+    }
+)
+
 ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("llama", _llama_config, _GLOBALS | {"rope_freqs.weight": Rule("rope_freqs.weight")}, _LLAMA_BLOCK, {}),
-    Architecture("qwen35", _qwen35_config, _GLOBALS, _QWEN35_BLOCK, _QWEN35_MTP),
+    Architecture("qwen35", _qwen35_dense_config, _GLOBALS, _QWEN35_BLOCK, _QWEN35_MTP),
+    Architecture("qwen35moe", _qwen35_moe_config, _GLOBALS, _QWEN35_BLOCK | _MIXTURE, _QWEN35_MTP),
+    Architecture("qwen3next", _qwen3_next_config, _GLOBALS, _QWEN3_NEXT_BLOCK, {}),
 )
 
 

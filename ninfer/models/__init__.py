@@ -6,8 +6,10 @@ from ninfer.models.family import Config, Family, ModelSpec
 from ninfer.models.family import identify as _identify
 from ninfer.models.llama import LLAMA
 from ninfer.models.qwen3_5 import QWEN3_5
+from ninfer.models.qwen3_5_moe import QWEN3_5_MOE
+from ninfer.models.qwen3_next import QWEN3_NEXT
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3_5)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
 
 
 def identify(config: Config) -> tuple[Family, ModelSpec]:

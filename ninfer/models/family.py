@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 from attrs import evolve, frozen
@@ -149,6 +149,30 @@ class Stored:
         info = self._check(name, stored_rows, k)
         spec = WeightSpec((Rows(name, start, count, period),))
         return self._g.matrix(f"{name}/{part}", (stored_rows // period * count, k), info.format, spec)
+
+    def stack(self, name: str, num: int, n: int, k: int) -> Value:
+        """Matrices of `num` experts, [num, n, k] as stored, below each other -> [num * n, k]."""
+        return self._g.matrix(name, (num * n, k), self._check(name, num, n, k).format)
+
+    def gathered(self, name: str, pieces: Sequence[tuple[Rows, int]], stored: Mapping[str, int], k: int) -> Value:
+        """Row pieces of matrices below each other, each with its number of rows. stored: rows of each matrix."""
+        formats = {param: self._check(param, rows, k).format for param, rows in stored.items()}
+        first = next(iter(formats.values()))
+        for param, fmt in formats.items():
+            if fmt is not first:
+                raise ArtifactError(
+                    f"tensor {param!r} is {fmt}, but {next(iter(formats))!r} is {first}: the parts of {name} must have "
+                    "one format; quantise them alike"
+                )
+        spec = WeightSpec(tuple(rows for rows, _ in pieces))
+        return self._g.matrix(name, (sum(count for _, count in pieces), k), first, spec)
+
+    def has(self, name: str) -> bool:
+        try:
+            self._info(name)
+        except ArtifactError:
+            return False
+        return True
 
     def vector(self, name: str, n: int) -> Value:
         """Decoded to float32."""

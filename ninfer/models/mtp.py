@@ -16,7 +16,7 @@ from ninfer.ir.ops.attention import kv_state
 from ninfer.ir.ops.embed import embed, take_rows
 from ninfer.ir.ops.journal import argmax, concat, ring_load, ring_store
 from ninfer.ir.ops.linear import linear
-from ninfer.models.family import Info, Rounds, Stored, hidden_ring, mlp
+from ninfer.models.family import Info, Rounds, Stored, hidden_ring
 
 if TYPE_CHECKING:
     from ninfer.models.qwen3_5 import Qwen35Spec
@@ -38,7 +38,7 @@ def build(spec: Qwen35Spec, info: Info, *, kv: KVFormat, rounds: Rounds, logits:
         h = spec.norm(g, w, f"{p}input_layernorm.weight", x)
         x = spec.attention(g, w, f"{p}self_attn.", h, x, freqs, cache, kv)
         h = spec.norm(g, w, f"{p}post_attention_layernorm.weight", x)
-        x = mlp(g, w, f"{p}mlp.", h, x, hidden=hidden, inner=spec.intermediate_size)
+        x = spec.feed_forward(g, w, f"{p}mlp.", h, x)
         x = spec.norm(g, w, "mtp.norm.weight", x)
         ring_store(g, x, ring, ahead=1)
     head = embedding if spec.tied else w.matrix("lm_head.weight", spec.vocab_size, hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import frozen
 
 from ninfer.errors import ArtifactError
@@ -89,7 +91,7 @@ class Qwen35Spec(ModelSpec):
                 else:
                     x = self._delta(g, w, f"{p}linear_attn.", i, h, x, journal_rows)
                 h = self.norm(g, w, f"{p}post_attention_layernorm.weight", x)
-                x = mlp(g, w, f"{p}mlp.", h, x, hidden=self.hidden_size, inner=self.intermediate_size)
+                x = self.feed_forward(g, w, f"{p}mlp.", h, x)
         norm = w.vector("model.norm.weight", self.hidden_size)
         head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
         finish(
@@ -133,6 +135,9 @@ class Qwen35Spec(ModelSpec):
         weight = w.vector(name, size or self.hidden_size)
         return rms_norm(g, x, weight, eps=self.eps, offset=self.norm_offset)
 
+    def feed_forward(self, g: Graph, w: Stored, p: str, h: Value, residual: Value) -> Value:
+        return mlp(g, w, p, h, residual, hidden=self.hidden_size, inner=self.intermediate_size)
+
     def attention(
         self, g: Graph, w: Stored, p: str, h: Value, residual: Value, freqs: Value, cache: Value, kv: KVFormat
     ) -> Value:
@@ -153,10 +158,8 @@ class Qwen35Spec(ModelSpec):
 
     def _delta(self, g: Graph, w: Stored, p: str, layer: int, h: Value, residual: Value, journal_rows: int) -> Value:
         """journal_rows: of a "verify" step, which keeps the inputs and leaves the states; 0: the states move."""
-        hv, inner = self.value_heads, self.value_heads * self.value_dim
-        rows = {"qkv": self.channels, "z": inner, "a": hv, "b": hv}
-        weights = [w.matrix(f"{p}in_proj_{n}.weight", count, self.hidden_size) for n, count in rows.items()]
-        qkv, z, a, b = linear(g, h, *weights)
+        inner = self.value_heads * self.value_dim
+        qkv, z, a, b = linear(g, h, *self.delta_inputs(w, p))
         if journal_rows:
             for x, ring in zip((qkv, a, b), self._journal(g, layer, journal_rows), strict=True):
                 ring_store(g, x, ring)
@@ -166,6 +169,12 @@ class Qwen35Spec(ModelSpec):
         if out in self.tiled_out:
             y = take_heads(g, y, self.tiled_order, head_dim=self.value_dim)
         return linear_add(g, y, w.matrix(out, self.hidden_size, inner), residual)
+
+    def delta_inputs(self, w: Stored, p: str) -> list[Value]:
+        """Weights of qkv, z, a and b."""
+        hv = self.value_heads
+        rows = {"qkv": self.channels, "z": hv * self.value_dim, "a": hv, "b": hv}
+        return [w.matrix(f"{p}in_proj_{n}.weight", count, self.hidden_size) for n, count in rows.items()]
 
     def _recurrence(
         self, g: Graph, w: Stored, p: str, layer: int, qkv: Value, a: Value, b: Value, *, peek: bool
@@ -181,19 +190,29 @@ class Qwen35Spec(ModelSpec):
 
 
 def parse(config: Config) -> Qwen35Spec:
+    f = text_fields(config)
+    if "num_experts" in f:
+        f.fail("num_experts", "but the architecture is the dense one; the config is of two models")
+    return Qwen35Spec(**parse_common(f), intermediate_size=f.whole("intermediate_size"))
+
+
+def text_fields(config: Config) -> Fields:
+    """The text model's fields, wherever they stand."""
     outer = Fields(config)
-    f = outer
-    if "text_config" in outer:
-        text = outer.below("text_config")
-        tie = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
-        f = Fields({**text.values, **tie}, text.where)
+    if "text_config" not in outer:
+        return outer
+    text = outer.below("text_config")
+    tie = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
+    return Fields({**text.values, **tie}, text.where)
+
+
+def parse_common(f: Fields) -> dict[str, Any]:
+    """What dense models and those with experts share: arguments of Qwen35Spec."""
     f.must("hidden_act", "silu", why="other activations are not implemented")
     f.must("attention_bias", False, why="projections with a bias are not implemented")
     f.must("attn_output_gate", True, why="the family's attention has a gate")
     f.must("mtp_use_dedicated_embeddings", False, why="the MTP block reads the model's embedding")
     f.must("mamba_ssm_dtype", "float32", why="the recurrent state is kept in float32")
-    if "num_experts" in f:
-        f.fail("num_experts", "but models with experts are not supported; use a dense one")
     layers, vocab, head_dim = f.whole("num_hidden_layers"), f.whole("vocab_size"), f.whole("head_dim")
     heads, context = f.whole("num_attention_heads"), f.whole("max_position_embeddings", 32768)
     kv_heads, hk, hv = (
@@ -207,10 +226,9 @@ def parse(config: Config) -> Qwen35Spec:
         f.fail("linear_num_key_heads", f"but must divide linear_num_value_heads {hv}")
     rope = parse_rope(f, head_dim, context, rotary_share=0.25)
     _check_mrope(f, rope.rotary_dim)
-    return Qwen35Spec(
+    return dict(
         num_layers=layers,
         hidden_size=f.whole("hidden_size"),
-        intermediate_size=f.whole("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

@@ -6,6 +6,7 @@ from ninfer.routes import (
     attention_cpu,
     elementwise_cpu,
     embed_cpu,
+    experts_cpu,
     linear_cpu,
     norm_cpu,
     recurrent_cpu,
@@ -20,6 +21,7 @@ REGISTRY = RouteRegistry(
         *attention_cpu.ROUTES,
         *recurrent_cpu.ROUTES,
         *embed_cpu.ROUTES,
+        *experts_cpu.ROUTES,
         *elementwise_cpu.ROUTES,
         *sample_cpu.ROUTES,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 from attrs import define, field
@@ -59,11 +60,11 @@ class _Binder:
 
     def _piece(self, value: Value, rows: Rows, fmt: QuantFormat) -> tuple[U8Array, tuple[int, int]]:
         p = self._get(rows.param)
-        if p.format is not fmt or len(p.shape) != 2:
+        if p.format is not fmt or len(p.shape) < 2:
             raise ArtifactError(
                 f"tensor {p.name!r} is {p.format.name} {list(p.shape)}, but {value.type} is expected of it"
             )
-        n, k = p.shape
+        n, k = prod(p.shape[:-1]), p.shape[-1]  # experts lie below each other
         if rows.count is None and rows.start == 0:
             return p.raw, (n, k)
         if rows.period is None:

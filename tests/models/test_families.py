@@ -59,7 +59,7 @@ def test_another_architecture_is_refused_with_the_supported_ones(changes: Mappin
         ("llama", {"num_key_value_heads": 2}, "num_key_value_heads is 2, but must divide num_attention_heads 9"),
         ("llama", {"head_dim": None, "hidden_size": 70}, "hidden_size 70 does not divide into 9 heads"),
         ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', but must be a number above 0"),
-        ("qwen3_5_dense", {"num_experts": 8}, "num_experts is 8, but models with experts are not supported"),
+        ("qwen3_5_dense", {"num_experts": 8}, "num_experts is 8, but the architecture is the dense one"),
         ("qwen3_5_dense", {"attn_output_gate": False}, "attn_output_gate is False, but only True"),
         ("qwen3_5_dense", {"layer_types": ["full_attention"]}, "layer_types is .* but must be a list of 4"),
         ("qwen3_5_dense", {"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'; supported"),

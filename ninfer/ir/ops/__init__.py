@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ninfer.ir.op import OpTable
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
-from ninfer.ir.ops.elementwise import SigmoidMul, SiluMul, TakeHeads
+from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
 from ninfer.ir.ops.embed import Embed, TakeRows
+from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
@@ -25,6 +26,13 @@ OPS = OpTable(
         Attention,
         SigmoidMul,
         SiluMul,
+        GeluMul,
+        GateRows,
+        Add,
+        SoftCap,
+        PickExperts,
+        ExpertGlu,
+        ExpertSum,
         TakeHeads,
         CausalConvSilu,
         GatedDelta,

@@ -10,8 +10,8 @@ from attrs import frozen
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require, same_shape
-from ninfer.ir.ops.activations import sigmoid, silu
-from ninfer.ir.ops.checks import is_rows
+from ninfer.ir.ops.activations import gelu_tanh, sigmoid, silu
+from ninfer.ir.ops.checks import is_rows, is_vector
 from ninfer.ir.types import Arrays, Env, T, TensorType, Types, f32_array
 
 
@@ -58,6 +58,99 @@ class SiluMul(Op):
 
 
 @frozen
+class GeluMul(Op):
+    """y = gelu_tanh(gate) * up.   gate, up: [R, N] -> [R, N]."""
+
+    def infer(self, args: Types) -> Types:
+        same_shape(self, *args)
+        is_rows(self, "x", args[0])
+        return args[:1]
+
+    def reference(self, args: Arrays) -> Arrays:
+        gate, up = map(f32_array, args)
+        return (gelu_tanh(gate) * up,)
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        for n_rows in (1, 5):
+            (gt, gate), (ut, up) = cw.rows(T, n_rows, 200, scale=3), cw.rows(T, n_rows, 200, seed=1)
+            env = Env(rows=n_rows, logit_rows=1, seqs=1)
+            # the exponent is a cubic of up to 100, rounded in another order
+            yield Case(cls(), f"r{n_rows}", (gt, ut), (gate, up), env, rtol=5e-5, atol=1e-6)
+
+
+@frozen
+class GateRows(Op):
+    """y_t = x_t * sigmoid(gate_t).   x: [R, N]; gate: [R, 1] -> [R, N]."""
+
+    def infer(self, args: Types) -> Types:
+        x, gate = args
+        is_rows(self, "x", x)
+        require(self, gate == TensorType((x.shape[0], 1)), f"gate is {gate}, not one value a row of {x}")
+        return (x,)
+
+    def reference(self, args: Arrays) -> Arrays:
+        x, gate = map(f32_array, args)
+        return (x * sigmoid(gate),)
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        for n_rows in (1, 5):
+            (xt, x), (gt, gate) = cw.rows(T, n_rows, 100), cw.rows(T, n_rows, 1, seed=1, scale=3)
+            env = Env(rows=n_rows, logit_rows=1, seqs=1)
+            yield Case(cls(), f"r{n_rows}", (xt, gt), (x, gate), env, rtol=5e-6, atol=1e-7)
+
+
+@frozen
+class Add(Op):
+    """y = a + b, times scale if there is one.   a, b: [R, N]; scale: [1] -> [R, N]."""
+
+    def infer(self, args: Types) -> Types:
+        a, b, *scale = args
+        same_shape(self, a, b)
+        is_rows(self, "a", a)
+        for s in scale:
+            require(self, is_vector(self, "scale", s) == 1, f"scale is {s}, not one number")
+        return (a,)
+
+    def reference(self, args: Arrays) -> Arrays:
+        a, b, *scale = map(f32_array, args)
+        y = a + b
+        return (y * scale[0] if scale else y,)
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        for n_rows in (1, 5):
+            (at, a), (bt, b) = cw.rows(T, n_rows, 100), cw.rows(T, n_rows, 100, seed=1)
+            env, (st, s) = Env(rows=n_rows, logit_rows=1, seqs=1), cw.vector(1)
+            yield Case(cls(), f"r{n_rows}", (at, bt), (a, b), env, rtol=1e-6, atol=1e-7)
+            yield Case(cls(), f"scaled-r{n_rows}", (at, bt, st), (a, b, s), env, rtol=1e-6, atol=1e-7)
+
+
+@frozen
+class SoftCap(Op):
+    """y = cap * tanh(x / cap).   x: [R, N] -> [R, N]."""
+
+    cap: float
+
+    def infer(self, args: Types) -> Types:
+        (x,) = args
+        is_rows(self, "x", x)
+        return (x,)
+
+    def reference(self, args: Arrays) -> Arrays:
+        cap = np.float32(self.cap)
+        return (cap * np.tanh(f32_array(args[0]) / cap),)
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        for n_rows in (1, 5):
+            xt, x = cw.rows(T, n_rows, 100, scale=30)
+            # tanh from an exponential: near 0 the difference of two numbers near 1
+            yield Case(cls(30.0), f"r{n_rows}", (xt,), (x,), Env(n_rows, 1, 1), rtol=2e-6, atol=1e-5)
+
+
+@frozen
 class TakeHeads(Op):
     """Head i of y is head order[i] of x; a head is D consecutive values.   x: [R, H*D] -> [R, len(order)*D]."""
 
@@ -94,3 +187,19 @@ def silu_mul(g: Graph, gate: Value, up: Value) -> Value:
 
 def take_heads(g: Graph, x: Value, order: tuple[int, ...], *, head_dim: int) -> Value:
     return g.one(TakeHeads(head_dim, order), x)
+
+
+def gelu_mul(g: Graph, gate: Value, up: Value) -> Value:
+    return g.one(GeluMul(), gate, up)
+
+
+def gate_rows(g: Graph, x: Value, gate: Value) -> Value:
+    return g.one(GateRows(), x, gate)
+
+
+def add(g: Graph, a: Value, b: Value, scale: Value | None = None) -> Value:
+    return g.one(Add(), a, b) if scale is None else g.one(Add(), a, b, scale)
+
+
+def soft_cap(g: Graph, x: Value, cap: float) -> Value:
+    return g.one(SoftCap(cap), x)
