@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ninfer.formats.kv import KVFormat
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.step import PAGE
 from ninfer.ir.types import Env, Types
@@ -37,16 +36,8 @@ ROPE = Route(
 )
 
 
-def _plain(fmt: KVFormat) -> str | None:
-    if any(
-        side.scale is not None or side.rotate or side.code.name not in ("f32", "f16", "bf16") for side in (fmt.k, fmt.v)
-    ):
-        return f"reads plain caches, not {fmt.name}"
-    return None
-
-
 def _append_refuse(op: KvAppend, types: Types) -> str | None:
-    return _plain(op.fmt)
+    return None if op.fmt.is_plain or op.head_dim % 8 == 0 else f"codes whole vectors of 8, not heads of {op.head_dim}"
 
 
 def _append_context(op: KvAppend, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
@@ -72,7 +63,7 @@ KV_APPEND = Route(
 def _refuse(op: Attention, types: Types) -> str | None:
     if op.head_dim % 8:
         return f"takes heads of whole vectors of 8, not {op.head_dim}"
-    return _plain(op.fmt)
+    return None
 
 
 def _spans(env: Env) -> int:
@@ -80,8 +71,8 @@ def _spans(env: Env) -> int:
 
 
 def _context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    p = f"attention_{op.fmt.name}_{op.heads}_{op.kv_heads}x{op.head_dim}_{op.window or 0}_{env.max_pages}"
-    return {"p": p, "page": PAGE, "span": SPAN, "spans": _spans(env), "kv_v_row": op.fmt.v.row_bytes(op.head_dim)}
+    p = f"attention_{op.fmt.c_name}_{op.heads}_{op.kv_heads}x{op.head_dim}_{op.window or 0}_{env.max_pages}"
+    return {"p": p, "page": PAGE, "span": SPAN, "spans": _spans(env), "kv_v_row": op.fmt.v.code_bytes(op.head_dim)}
 
 
 def _workspace(op: Attention, types: Types, env: Env, tuning: Tuning) -> int:

@@ -25,6 +25,14 @@ def _append_geometry(op: KvAppend, types: Types, env: Env, tuning: Tuning) -> Ge
     return Geometry((env.rows, 1, 1), 256)
 
 
+def _append_refuse(op: KvAppend, types: Types) -> str | None:
+    return None if op.fmt.is_plain else f"writes plain caches, not {op.fmt.name}"
+
+
+def _simple_refuse(op: Attention, types: Types) -> str | None:
+    return None if op.fmt.is_plain else f"reads plain caches, not {op.fmt.name}"
+
+
 def cache_context(fmt: KVFormat, kv_heads: int, head_dim: int) -> Mapping[str, Any]:
     return {
         "fmt": fmt,
@@ -94,7 +102,7 @@ def split_context(fmt: KVFormat, heads: int, kv_heads: int, head_dim: int, scale
 def split_refusal(fmt: KVFormat, head_dim: int) -> str | None:
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim} values; this kernel has 64, 128 and 256"
-    if fmt.k.code is F32 or fmt.k.scale is not None or fmt.v.scale is not None:
+    if fmt.k.code is F32 or not fmt.is_plain:
         return f"reads bf16 and f16 caches, not {fmt.name}"
     return None
 
@@ -195,6 +203,7 @@ KV_APPEND = Route(
     device="cuda",
     template="cuda/kv_append.cu.j2",
     geometry=_append_geometry,
+    refuse=_append_refuse,
     numerics="exact",
 )
 ATTENTION_SPLIT = Route(
@@ -244,6 +253,7 @@ ATTENTION_SIMPLE = Route(
     device="cuda",
     template="cuda/attention_simple.cu.j2",
     geometry=_simple_geometry,
+    refuse=_simple_refuse,
     context=_simple_context,
     numerics="cuda.simple",
 )

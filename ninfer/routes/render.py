@@ -12,6 +12,7 @@ import jinja2
 from attrs import define, field
 
 from ninfer.devices.base import DeviceInfo, Source
+from ninfer.formats import kv_codes
 from ninfer.formats.rng import RNG_C
 from ninfer.ir.op import Op
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS
@@ -20,6 +21,14 @@ from ninfer.routes.route import Candidate
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _ENTRY = "KERNEL_ENTRY"
+KV_TABLES: Mapping[str, Any] = {
+    "lloyd_levels": kv_codes.LLOYD_LEVELS,
+    "lloyd_bounds": kv_codes.LLOYD_BOUNDS,
+    "e2m1_targets": kv_codes.E2M1_TARGETS,
+    "e8_roots4": kv_codes.E8_ROOTS4,
+    "e8_bounds": kv_codes.E8_BOUNDS,
+    "e8_radii": kv_codes.E8_RADII,
+}
 _ROWS = {Sym.T: "hdr->rows", Sym.L: "hdr->logit_rows", Sym.B: "hdr->seqs"}
 
 
@@ -31,6 +40,7 @@ def row_count(type: TensorType) -> str:
 
 def c_float(x: float) -> str:
     """A float32 constant with all its bits."""
+    x = float(x)
     return f"{x!r}f" if "e" in repr(x) or "." in repr(x) else f"{x!r}.0f"
 
 
@@ -57,6 +67,7 @@ class Renderer:
             header_struct=HEADER.c_struct(),
             params_struct=SAMPLE_PARAMS.c_struct(),
             rng_c=RNG_C,
+            kv_tables=KV_TABLES,
         )
 
     def render(

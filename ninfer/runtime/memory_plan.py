@@ -45,11 +45,17 @@ class MemoryPlan:
     arena_bytes: int
     free_bytes: int | None  # None: it is not known how much there is
 
+    @property
+    def token_bytes(self) -> int:
+        """KV of a token, all layers."""
+        return self.kv_bytes // (self.limits.pages * PAGE)
+
     def line(self, kv_name: str) -> str:
         """The start-up line. Kinds of memory in GiB."""
         free = "" if self.free_bytes is None else f"  free {gib(self.free_bytes)}"
         return (
-            f"weights {gib(self.weight_bytes)}  kv {gib(self.kv_bytes)} ({self.limits.pages:,} pages, {kv_name})  "
+            f"weights {gib(self.weight_bytes)}  kv {gib(self.kv_bytes)} ({self.limits.pages:,} pages, {kv_name}, "
+            f"{self.token_bytes:,} B/token)  "
             f"state {gib(self.state_bytes)}  arena {gib(self.arena_bytes)}{free} GiB"
         )
 

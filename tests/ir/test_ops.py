@@ -91,19 +91,27 @@ def one_sequence(fmt: Any, kv_heads: int, d: int, total: int) -> tuple[np.ndarra
     table = rng.permutation(pages + 2)[:pages].astype(np.int32)[None]
     cache = np.zeros((pages + 2, fmt.page_bytes(kv_heads, d)), np.uint8)
     x = rng.standard_normal((2, total, kv_heads, d)).astype(np.float32)
-    sides = (fmt.k, fmt.v)
-    k, v = (side.decode(side.encode(y)) for side, y in zip(sides, x, strict=True))
     views = page_views(cache, fmt, kv_heads, d)
     for t in range(total):
-        for view, side, y in zip(views, sides, x, strict=True):
-            view[table[0, t // 64], :, t % 64] = side.encode(y[t])
+        for view, y in zip(views, x, strict=True):
+            view.store((table[0, t // 64], slice(None), t % 64), y[t])
+    k, v = (side.decode(*side.encode(y)) for side, y in zip((fmt.k, fmt.v), x, strict=True))
+    if fmt.k.rotate:
+        k = (k.astype(float) @ hadamard_matrix(d)).astype(np.float32)
     return cache, table, k, v
+
+
+def hadamard_matrix(d: int) -> np.ndarray:
+    h = np.ones((1, 1))
+    while len(h) < d:
+        h = np.block([[h, h], [h, -h]])
+    return h / np.sqrt(d)
 
 
 @pytest.mark.parametrize("window", [None, 1, 70])
 @pytest.mark.parametrize("fmt", KV_FORMATS, ids=str)
 def test_attention_is_the_dense_formula(fmt: Any, window: int | None) -> None:
-    heads, kv_heads, d, total, n = 6, 2, 16, 150, 90
+    heads, kv_heads, d, total, n = 6, 2, 64, 150, 90
     cache, table, k, v = one_sequence(fmt, kv_heads, d, total)
     q = np.random.default_rng(6).standard_normal((n, heads * d)).astype(np.float32)
     step = [np.array(x, np.int32) for x in ([0] * n, [0], [0], [total - n])]
@@ -115,13 +123,13 @@ def test_attention_is_the_dense_formula(fmt: Any, window: int | None) -> None:
             scores = [0.3 * float(q[t, h * d : (h + 1) * d].astype(float) @ k[s, h // 3].astype(float)) for s in keys]
             p = np.exp(np.array(scores) - max(scores))
             want = sum(w * v[s, h // 3].astype(float) for w, s in zip(p / p.sum(), keys, strict=True))
-            # sums of up to 150 float32 products
-            np.testing.assert_allclose(got[t, h * d : (h + 1) * d], want, rtol=2e-5, atol=2e-6)
+            # sums of up to 150 float32 products, queries that are rotated in float32
+            np.testing.assert_allclose(got[t, h * d : (h + 1) * d], want, rtol=2e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("fmt", KV_FORMATS, ids=str)
 def test_what_is_appended_is_found_at_its_position(fmt: Any) -> None:
-    g, d = 2, 16
+    g, d = 2, 64
     rng = np.random.default_rng(7)
     k, v = (rng.standard_normal((5, g * d)).astype(np.float32) for _ in range(2))
     cache = np.zeros((6, fmt.page_bytes(g, d)), np.uint8)
@@ -130,16 +138,15 @@ def test_what_is_appended_is_found_at_its_position(fmt: Any) -> None:
     step = [np.array(x, np.int32) for x in ([0, 0, 0, 1, 1], [0, 3], [1, 0], [62, 0])]
     KvAppend(fmt, g, d).reference((k, v, cache, table, *step))
     places = [(3, 62), (3, 63), (1, 0), (5, 0), (5, 1)]
-    row = fmt.k.row_bytes(d)
+    starts = fmt.plane_offsets(g, d)
     for t, (page, at) in enumerate(places):
         for h in range(g):
-            offset = (h * 64 + at) * row
-            stored = cache[page, offset : offset + row]
-            np.testing.assert_array_equal(stored, fmt.k.encode(k[t, h * d : (h + 1) * d]))
-            offset += fmt.v_offset(g, d)
-            np.testing.assert_array_equal(cache[page, offset : offset + row], fmt.v.encode(v[t, h * d : (h + 1) * d]))
+            part = slice(h * d, (h + 1) * d)
+            for start, raw in zip(starts, (*fmt.k.encode(k[t, part]), *fmt.v.encode(v[t, part])), strict=True):
+                offset = start + (h * 64 + at) * len(raw)
+                np.testing.assert_array_equal(cache[page, offset : offset + len(raw)], raw)
     k_view, v_view = page_views(cache, fmt, g, d)
-    assert np.count_nonzero(k_view.any(axis=-1)) == np.count_nonzero(v_view.any(axis=-1)) == 5 * g
+    assert all(np.count_nonzero(x.codes.any(axis=-1)) == 5 * g for x in (k_view, v_view))
 
 
 def test_rope_rotates_pairs_as_complex_numbers() -> None:

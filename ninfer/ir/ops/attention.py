@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
 from ninfer.formats.dtypes import I32, U8
-from ninfer.formats.kv import KV_FORMATS, KVFormat
+from ninfer.formats.kv import KV_FORMATS, KVFormat, Side
+from ninfer.formats.kv_codes import hadamard
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, Work, require, same_shape
@@ -73,16 +74,32 @@ def _check_paging(op: Op, x: TensorType, cache: TensorType, expected: TensorType
     are_ints(op, "row_start seq_slot kv_len", (B,), *seqs)
 
 
-def page_views(
-    cache: NDArray[np.uint8], fmt: KVFormat, kv_heads: int, head_dim: int
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """K and V of a cache as byte rows.   [P, page_bytes] -> two views [P, G, 64, row_bytes]."""
-    k_bytes, v_bytes = fmt.k.row_bytes(head_dim), fmt.v.row_bytes(head_dim)
-    split = kv_heads * PAGE * k_bytes
-    shape = (len(cache), kv_heads, PAGE)
+@frozen(eq=False)
+class Rows:
+    """Keys or values of a cache.   codes, scales: views [P, G, 64, bytes]."""
+
+    side: Side
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+
+    def store(self, at: Any, x: NDArray[np.float32]) -> None:
+        """at: an index of the first three axes; x: rows [..., D] for it."""
+        self.codes[at], self.scales[at] = self.side.encode(x)
+
+    def load(self, at: Any) -> NDArray[np.float32]:
+        return self.side.decode(self.codes[at], self.scales[at])
+
+
+def page_views(cache: NDArray[np.uint8], fmt: KVFormat, kv_heads: int, head_dim: int) -> tuple[Rows, Rows]:
+    """Keys and values of a cache [P, page_bytes]."""
+
+    def plane(start: int, width: int) -> NDArray[np.uint8]:
+        return cache[:, start : start + kv_heads * PAGE * width].reshape(len(cache), kv_heads, PAGE, width)
+
+    k, k_scales, v, v_scales = fmt.plane_offsets(kv_heads, head_dim)
     return (
-        cache[:, :split].reshape(*shape, k_bytes),
-        cache[:, split : split + kv_heads * PAGE * v_bytes].reshape(*shape, v_bytes),
+        Rows(fmt.k, plane(k, fmt.k.code_bytes(head_dim)), plane(k_scales, fmt.k.scale_bytes(head_dim))),
+        Rows(fmt.v, plane(v, fmt.v.code_bytes(head_dim)), plane(v_scales, fmt.v.scale_bytes(head_dim))),
     )
 
 
@@ -91,7 +108,7 @@ class KvAppend(Op):
     """Store the rows' keys and values at their cache positions.
 
     k, v: [T, G*D]; cache: u8 state [P, page bytes]; page_table: i32 state [S, M]; row_seq [T], row_start,
-    seq_slot, kv_len [B] -> nothing. Page layout: K [G][64][row bytes], then V; a row is one token's head.
+    seq_slot, kv_len [B] -> nothing. Page layout: formats/kv.py.
     """
 
     fmt: KVFormat
@@ -115,17 +132,21 @@ class KvAppend(Op):
         for t, b in enumerate(row_seq):
             position = kv_len[b] + t - row_start[b]
             page = table[seq_slot[b], position // PAGE]
-            k_rows[page, :, position % PAGE] = self.fmt.k.encode(k[t])
-            v_rows[page, :, position % PAGE] = self.fmt.v.encode(v[t])
+            at = (page, slice(None), position % PAGE)
+            k_rows.store(at, k[t])
+            v_rows.store(at, v[t])
         return ()
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
         for fmt in KV_FORMATS:
-            for d in (64, 256):
+            for d in (64, 128, 256):
                 case = _paged_case(fmt, heads=2, kv_heads=2, d=d)
                 (kt, k), (vt, v) = cw.rows(T, case.rows, 2 * d, seed=1), cw.rows(T, case.rows, 2 * d, seed=2)
-                yield Case(cls(fmt, 2, d), f"{fmt.name}-d{d}", (kt, vt, *case.types), (k, v, *case.arrays), case.env)
+                # rows of zeros, and of very different values
+                plain(k)[0], plain(v)[1], plain(k)[2, :d:2] = 0, 0, 1e-3 * plain(k)[2, :d:2]
+                types, arrays = (kt, vt, *case.types), (k, v, *case.arrays)
+                yield Case(cls(fmt, 2, d), f"{fmt.name}-d{d}", types, arrays, case.env, rtol=0, atol=0)
 
 
 @frozen
@@ -153,6 +174,8 @@ class Attention(Op):
 
     def reference(self, args: Arrays) -> Arrays:
         q = f32_array(args[0]).reshape(-1, self.heads, self.head_dim)
+        if self.fmt.k.rotate:  # as the stored keys are
+            q = hadamard(q)
         cache, table = plain(args[1]), ints(args[2])
         row_seq, row_start, seq_slot, kv_len = map(ints, args[3:7])
         k_rows, v_rows = page_views(cache, self.fmt, self.kv_heads, self.head_dim)
@@ -164,9 +187,9 @@ class Attention(Op):
             pages = table[seq_slot[b], : (total + PAGE - 1) // PAGE]
             # [pages, G, 64, D] -> [G, tokens, D]
             k, v = (
-                side.decode(stored[pages]).swapaxes(0, 1).reshape(self.kv_heads, -1, self.head_dim)[:, :total]
-                for side, stored in ((self.fmt.k, k_rows), (self.fmt.v, v_rows))
-            )  # fmt: skip
+                stored.load(pages).swapaxes(0, 1).reshape(self.kv_heads, -1, self.head_dim)[:, :total]
+                for stored in (k_rows, v_rows)
+            )
             for block in np.split(rows, range(PAGE, len(rows), PAGE)):  # bounds the scores' memory
                 last = (kv_len[b] + block - row_start[b])[:, None]
                 position = np.arange(total)
@@ -194,7 +217,7 @@ class Attention(Op):
             for d, heads, kv_heads in ((64, 9, 3), (128, 4, 4), (256, 6, 1)):
                 case = _paged_case(fmt, heads=heads, kv_heads=kv_heads, d=d)
                 qt, q = cw.rows(T, case.rows, heads * d, seed=3)
-                for window in (None, 40):
+                for window in (None, 40) if fmt.is_plain else (40 if d == 128 else None,):
                     op = cls(fmt, heads, kv_heads, d, d**-0.5, window)
                     name = f"{fmt.name}-d{d}-h{heads}-w{window or 'all'}"
                     # softmax over 130 float32 scores in another order
@@ -219,7 +242,8 @@ def _paged_case(fmt: KVFormat, *, heads: int, kv_heads: int, d: int) -> _PagedCa
     content = cw.rng(11).standard_normal((pages, kv_heads, PAGE, 2, d)).astype(np.float32)
     cache = np.zeros((pages, fmt.page_bytes(kv_heads, d)), np.uint8)
     k_rows, v_rows = page_views(cache, fmt, kv_heads, d)
-    k_rows[:], v_rows[:] = fmt.k.encode(content[..., 0, :]), fmt.v.encode(content[..., 1, :])
+    k_rows.store(..., content[..., 0, :])
+    v_rows.store(..., content[..., 1, :])
     row_seq = [b for b, n in enumerate(counts) for _ in range(n)]
     typed = (
         (_cache_type(fmt, kv_heads, d), cache),
@@ -234,6 +258,8 @@ def _paged_case(fmt: KVFormat, *, heads: int, kv_heads: int, d: int) -> _PagedCa
 
 
 def kv_state(g: Graph, layer: int, fmt: KVFormat, kv_heads: int, head_dim: int) -> Value:
+    """Raises UsageError where the format does not fit the heads."""
+    fmt.check(head_dim)
     return g.state(f"kv.{layer}", _cache_type(fmt, kv_heads, head_dim))
 
 

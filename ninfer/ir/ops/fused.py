@@ -102,7 +102,7 @@ class FusedAttention(Op):
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
-        for fmt in KV_FORMATS:
+        for fmt in (f for f in KV_FORMATS if f.is_plain):
             for d, heads, kv_heads, norm, gate, quant, window in (
                 (256, 6, 1, True, True, 0, None),
                 (256, 8, 2, True, True, 32, None),
