@@ -20,7 +20,7 @@ LINES = (
     {"runtime"},
     {"api"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "convert"},
 )
 HEIGHT = {room: i for i, line in enumerate(LINES) for room in line}
 

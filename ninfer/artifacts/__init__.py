@@ -6,12 +6,13 @@ from pathlib import Path
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
 from ninfer.artifacts.gguf import MAGIC, OLD_MAGICS, GgufArtifact
+from ninfer.artifacts.ninfer_artifact import NinferArtifact
 from ninfer.artifacts.safetensors import SafetensorsArtifact
 from ninfer.errors import ArtifactError
 
 __all__ = ["Artifact", "Parameter", "TensorInfo", "open_artifact"]
 
-WANTED = "a .gguf file, or a folder with config.json and .safetensors files"
+WANTED = "a .ninfer or .gguf file, or a folder with config.json and .safetensors files"
 
 
 def open_artifact(path: Path | str) -> Artifact:
@@ -23,14 +24,16 @@ def open_artifact(path: Path | str) -> Artifact:
         raise ArtifactError(f"{path}: no such file or folder; give {WANTED}")
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            magic = file.read(8)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if path.suffix == ".gguf" or magic in (MAGIC, MAGIC[::-1], *OLD_MAGICS):
+    if path.suffix == ".gguf" or magic[:4] in (MAGIC, MAGIC[::-1], *OLD_MAGICS):
         return GgufArtifact(path)
+    if path.suffix == ".ninfer" or magic[:6] in (b"NINFER", b"NINPRT"):
+        return NinferArtifact(path)
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").is_file():
         return _open_folder(path.parent)
-    raise ArtifactError(f"{path}: begins with {magic!r}, which is no known model file; give {WANTED}")
+    raise ArtifactError(f"{path}: begins with {magic[:4]!r}, which is no known model file; give {WANTED}")
 
 
 def _open_folder(path: Path) -> Artifact:
@@ -38,8 +41,9 @@ def _open_folder(path: Path) -> Artifact:
         return SafetensorsArtifact(path)
     ggufs = sorted(p.name for p in path.glob("*.gguf"))
     firsts = [n for n in ggufs if "-of-" not in n or "-00001-of-" in n]
+    firsts += sorted(p.name for p in path.glob("*.ninfer"))
     if len(firsts) == 1:
-        return GgufArtifact(path / firsts[0])
+        return open_artifact(path / firsts[0])
     if firsts:
         raise ArtifactError(f"{path}: {len(firsts)} models in this folder; give one of {', '.join(firsts[:5])}")
     found = sorted(p.name for p in path.iterdir())[:5]

@@ -19,9 +19,19 @@ from ninfer.errors import ArtifactError
 from ninfer.formats.bits import F32Array, U8Array
 from ninfer.formats.quant import Packed, QuantFormat
 
+
+@frozen
+class TokenizerFiles:
+    """The contents of a tokenizer.json and of its tokenizer_config.json (b"": none). origin: for messages."""
+
+    tokenizer: bytes = field(repr=False)
+    config: bytes = field(repr=False)
+    origin: str
+
+
 # The `tokenizer.ggml.*` metadata of a GGUF file, or the path of a tokenizer.json (with its tokenizer_config.json, if
-# any, beside it), or nothing.
-TokenizerSource: TypeAlias = Mapping[str, Any] | Path | None
+# any, beside it), or the contents of these files, or nothing.
+TokenizerSource: TypeAlias = Mapping[str, Any] | Path | TokenizerFiles | None
 
 
 @frozen(eq=False)
@@ -45,10 +55,15 @@ class Parameter:
 
 @frozen
 class TensorInfo:
-    """What is known of a parameter without reading it."""
+    """What is known of a parameter without reading it.
+
+    parts: names of the parameters of which it is made, where it is stored as several; they may differ in format, and
+    `format` is that of the first.
+    """
 
     shape: tuple[int, ...]
     format: QuantFormat
+    parts: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -58,13 +73,18 @@ class TensorInfo:
 class Artifact(ABC):
     """An opened model. `config` and `generation_config` have the keys of the Hugging Face files."""
 
-    kind: str  # "gguf", "safetensors"
+    kind: str  # "gguf", "safetensors", "ninfer"
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tokenizer_source: TokenizerSource
     chat_template: str | None
     display_name: str
+
+    @property
+    def model_id(self) -> str:
+        """The name to serve under."""
+        return self.path.name.removesuffix(".gguf")
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:

@@ -124,6 +124,16 @@ def _tiled_to_grouped(config: Config) -> NDArray[np.intp]:
     return stored
 
 
+def tiled_columns(config: Config) -> NDArray[np.intp]:
+    """Which input element each column of an out_proj weight in tiled order multiplies."""
+    hk, hv, width = (config.get(n, 1) for n in ("linear_num_key_heads", "linear_num_value_heads",
+                                                "linear_value_head_dim"))  # fmt: skip
+    t = np.arange(hv)
+    heads = (t % hk) * (hv // hk) + t // hk
+    columns: NDArray[np.intp] = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    return columns
+
+
 def _head_rows(config: Config, width: int, start: int = 0) -> NDArray[np.intp]:
     """Row order that undoes the tiling of heads of `width` rows, after `start` rows that stay."""
     heads = _tiled_to_grouped(config)

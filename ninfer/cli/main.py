@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ninfer.cli import calibrate, generate, inspect, perplexity, serve
+from ninfer.cli import calibrate, convert, generate, inspect, perplexity, serve
 from ninfer.cli.output import run
 
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "perplexity": perplexity.body,
     "inspect": inspect.body,
     "calibrate": calibrate.body,
+    "convert": convert.body,
 }
 
 

@@ -263,6 +263,29 @@ class QuantFormat:
             target[name][:] = rows.reshape(len(index) * per_row, -1)
         return out
 
+    def row_spans(self, shape: Sequence[int], start: int, count: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of rows start .. start + count in each plane, in the order of the planes."""
+        k = _matrix(shape)[1]
+        per_row = self.blocks_per_row(k)
+        sizes = [f.nbytes for f in self.record.fields] if self.split else [self.block_bytes]
+        planes = zip(self.planes(shape), sizes, strict=True)
+        return [(span.offset + start * per_row * size, count * per_row * size) for span, size in planes]
+
+    def stack_rows(self, parts: Sequence[tuple[U8Array, Sequence[int]]]) -> U8Array:
+        """Matrices (bytes, shape) below each other; each plane of a native format for itself."""
+        k = parts[0][1][-1]
+        if any(shape[-1] != k for _, shape in parts):
+            raise ArtifactError(f"rows of {', '.join(str(shape[-1]) for _, shape in parts)} values cannot be stacked")
+        whole = (sum(_matrix(shape)[0] for _, shape in parts), k)
+        out = np.zeros(self.nbytes(whole), np.uint8)
+        targets, at = self.fields(out, whole), 0
+        for raw, shape in parts:
+            n = _matrix(shape)[0] * self.blocks_per_row(k)
+            for name, source in self.fields(raw, shape).items():
+                targets[name][at : at + n] = source
+            at += n
+        return out
+
     def can_move_columns(self, width: int) -> bool:
         """Whether runs of `width` columns are whole blocks."""
         return not self.split and width % self.block == 0

@@ -92,12 +92,16 @@ class ModelSpec(ABC):
 
 @frozen
 class Family:
-    """model_types, architectures: what a config may call it. parse raises ArtifactError."""
+    """model_types, architectures: what a config may call it. parse raises ArtifactError.
+
+    rotates: reads `hadamard_signs` of a config: signs of the rotation of an input, by the name of the matrix.
+    """
 
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
     parse: Callable[[Config], ModelSpec]
+    rotates: bool = False
 
     def recognise(self, config: Config) -> bool:
         names = config.get("architectures")
@@ -115,10 +119,19 @@ class Family:
         return spec.build(info, kv=kv, mode=mode, rounds=rounds)
 
 
+def _refuse_rotations(family: Family, config: Config) -> None:
+    if config.get("hadamard_signs") and not family.rotates:
+        raise ArtifactError(
+            f"config: {len(config['hadamard_signs'])} matrices ask for Hadamard-rotated inputs (hadamard_signs), which "
+            f"{family.name} does not make; convert from weights that are not rotated"
+        )
+
+
 def identify(config: Config, families: tuple[Family, ...]) -> tuple[Family, ModelSpec]:
     """Raises ArtifactError that names the model's type and the supported ones."""
     for family in families:
         if family.recognise(config):
+            _refuse_rotations(family, config)
             return family, family.parse(config)
     names, kind = config.get("architectures"), config.get("model_type")
     found = names[0] if isinstance(names, list | tuple) and names else kind
@@ -147,6 +160,8 @@ class Stored:
     def rows(self, name: str, part: str, stored_rows: int, k: int, *, start: int, count: int, period: int) -> Value:
         """`count` of every `period` rows from `start` on, under the name `<name>/<part>`."""
         info = self._check(name, stored_rows, k)
+        if f"{name}/{part}" in info.parts:
+            return self.matrix(f"{name}/{part}", stored_rows // period * count, k)
         spec = WeightSpec((Rows(name, start, count, period),))
         return self._g.matrix(f"{name}/{part}", (stored_rows // period * count, k), info.format, spec)
 
@@ -173,6 +188,14 @@ class Stored:
         except ArtifactError:
             return False
         return True
+
+    def matrices(self, name: str, n: int, k: int) -> tuple[Value, ...]:
+        """The matrix, or the matrices below each other as which it is stored."""
+        info = self._check(name, n, k)
+        if not info.parts:
+            return (self.matrix(name, n, k),)
+        found = [(part, self._info(part)) for part in info.parts]
+        return tuple(self._g.matrix(part, (i.shape[0], k), i.format) for part, i in found)
 
     def vector(self, name: str, n: int) -> Value:
         """Decoded to float32."""

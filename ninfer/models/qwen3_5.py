@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from attrs import frozen
@@ -13,7 +14,7 @@ from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
 from ninfer.ir.ops.elementwise import sigmoid_mul, take_heads
 from ninfer.ir.ops.embed import embed
-from ninfer.ir.ops.journal import conv_peek, delta_peek, ring_load, ring_state, ring_store
+from ninfer.ir.ops.journal import concat, conv_peek, delta_peek, ring_load, ring_state, ring_store
 from ninfer.ir.ops.linear import linear, linear_add
 from ninfer.ir.ops.norm import gated_rms_norm, rms_norm
 from ninfer.ir.ops.recurrent import GatedDelta, causal_conv_silu, gated_delta
@@ -159,7 +160,8 @@ class Qwen35Spec(ModelSpec):
     def _delta(self, g: Graph, w: Stored, p: str, layer: int, h: Value, residual: Value, journal_rows: int) -> Value:
         """journal_rows: of a "verify" step, which keeps the inputs and leaves the states; 0: the states move."""
         inner = self.value_heads * self.value_dim
-        qkv, z, a, b = linear(g, h, *self.delta_inputs(w, p))
+        *parts, z, a, b = linear(g, h, *self.delta_inputs(w, p))
+        qkv = reduce(lambda left, right: concat(g, left, right), parts)
         if journal_rows:
             for x, ring in zip((qkv, a, b), self._journal(g, layer, journal_rows), strict=True):
                 ring_store(g, x, ring)
@@ -171,10 +173,11 @@ class Qwen35Spec(ModelSpec):
         return linear_add(g, y, w.matrix(out, self.hidden_size, inner), residual)
 
     def delta_inputs(self, w: Stored, p: str) -> list[Value]:
-        """Weights of qkv, z, a and b."""
+        """Weights of qkv (in one piece or several), z, a and b."""
         hv = self.value_heads
-        rows = {"qkv": self.channels, "z": hv * self.value_dim, "a": hv, "b": hv}
-        return [w.matrix(f"{p}in_proj_{n}.weight", count, self.hidden_size) for n, count in rows.items()]
+        qkv = w.matrices(f"{p}in_proj_qkv.weight", self.channels, self.hidden_size)
+        rows = {"z": hv * self.value_dim, "a": hv, "b": hv}
+        return [*qkv, *(w.matrix(f"{p}in_proj_{n}.weight", count, self.hidden_size) for n, count in rows.items())]
 
     def _recurrence(
         self, g: Graph, w: Stored, p: str, layer: int, qkv: Value, a: Value, b: Value, *, peek: bool

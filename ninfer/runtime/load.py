@@ -160,7 +160,7 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         runner=CompiledRunner(limits, device, memory, executables),
         tokenizer=model.tokenizer,
         chat_template=_chat_template(model, config),
-        model_id=config.model_id or model.artifact.path.name.removesuffix(".gguf"),
+        model_id=config.model_id or model.artifact.model_id,
         generation_config=model.artifact.generation_config,
         eos_ids=_eos_ids(model),
         explain=lambda: "\n\n".join(f"width {w}\n{plan.table()}" for w, plan in plans.items()),

@@ -41,7 +41,9 @@ class _Binder:
             return self._decoded(value, spec)
         fmt = value.type.fmt
         pieces = [self._piece(value, piece, fmt) for piece in spec.pieces]
-        raw, shape = pieces[0] if len(pieces) == 1 else _stack(fmt, pieces)
+        raw, shape = pieces[0]
+        if len(pieces) > 1:
+            raw, shape = fmt.stack_rows(pieces), (sum(shape[0] for _, shape in pieces), shape[1])
         if shape != value.type.shape:
             raise ArtifactError(f"weight {value.name!r} has shape {list(shape)}, but {value.type} is expected")
         return Packed(fmt, raw, shape)
@@ -78,19 +80,3 @@ class _Binder:
         if index.size == 0 or index[-1] >= n:
             raise ArtifactError(f"tensor {p.name!r} has {n} rows, which do not divide into {rows}")
         return fmt.gather_rows(p.raw, p.shape, index), (len(index), k)
-
-
-def _stack(fmt: QuantFormat, pieces: list[tuple[U8Array, tuple[int, int]]]) -> tuple[U8Array, tuple[int, int]]:
-    """Matrices below each other; each plane of a native format for itself."""
-    k = pieces[0][1][1]
-    if any(shape[1] != k for _, shape in pieces):
-        raise ArtifactError(f"rows of {', '.join(str(shape[1]) for _, shape in pieces)} values cannot be stacked")
-    shape = (sum(shape[0] for _, shape in pieces), k)
-    out = np.zeros(fmt.nbytes(shape), np.uint8)
-    targets, at = fmt.fields(out, shape), 0
-    for raw, part in pieces:
-        n = part[0] * fmt.blocks_per_row(k)
-        for name, source in fmt.fields(raw, part).items():
-            targets[name][at : at + n] = source
-        at += n
-    return out, shape

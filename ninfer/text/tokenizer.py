@@ -11,7 +11,7 @@ from attrs import define, field
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from ninfer.artifacts.artifact import Artifact
+from ninfer.artifacts.artifact import Artifact, TokenizerFiles
 from ninfer.errors import ArtifactError
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
@@ -84,26 +84,36 @@ class Tokenizer:
             raise ArtifactError(f"{artifact.path}: no tokenizer found; put tokenizer.json beside the weights")
         if isinstance(source, Path):
             return Tokenizer.from_hf(source)
+        if isinstance(source, TokenizerFiles):
+            return Tokenizer.from_files(source)
         return Tokenizer.from_gguf(source, str(artifact.path))
 
     @staticmethod
     def from_hf(path: Path) -> Tokenizer:
         """path: of a tokenizer.json; added tokens and the BOS rule come from tokenizer_config.json beside it."""
-        config: dict[str, Any] = {}
         beside = path.with_name("tokenizer_config.json")
         try:
-            text = path.read_text(encoding="utf-8")
+            files = path.read_bytes(), beside.read_bytes() if beside.is_file() else b""
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from None
+        return Tokenizer.from_files(TokenizerFiles(*files, str(path)))
+
+    @staticmethod
+    def from_files(files: TokenizerFiles) -> Tokenizer:
+        config: dict[str, Any] = {}
+        try:
+            text = files.tokenizer.decode("utf-8")
             backend = Backend.from_str(text)
-            if beside.is_file():
-                config = json.loads(beside.read_text(encoding="utf-8"))
+            if files.config:
+                config = json.loads(files.config)
         except Exception as error:
-            raise ArtifactError(f"{path}: not a usable tokenizer: {error}") from None
+            raise ArtifactError(f"{files.origin}: not a usable tokenizer: {error}") from None
         for id, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda t: int(t[0])):
             if backend.token_to_id(token["content"]) is None:
                 special = bool(token.get("special", True))
                 backend.add_tokens([AddedToken(token["content"], normalized=False, special=special)])
                 if backend.token_to_id(token["content"]) != int(id):
-                    raise ArtifactError(f"{beside}: added token {token['content']!r} cannot have id {id}")
+                    raise ArtifactError(f"{files.origin}: added token {token['content']!r} cannot have id {id}")
         added = backend.get_added_tokens_decoder()
         spec = json.loads(text)
         spec["added_tokens"] = []

@@ -181,7 +181,7 @@ def test_the_content_decides_what_a_path_is(tmp_path):
 
 
 def test_paths_that_hold_no_model_say_what_would_work(tmp_path):
-    wanted = r"give a \.gguf file, or a folder with config\.json and \.safetensors files"
+    wanted = r"give a \.ninfer or \.gguf file, or a folder with config\.json and \.safetensors files"
     with pytest.raises(ArtifactError, match=f"no such file or folder; {wanted}"):
         open_artifact(tmp_path / "absent")
     (tmp_path / "notes.txt").write_text("hello")

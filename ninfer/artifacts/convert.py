@@ -1,0 +1,378 @@
+"""From checkpoints to a `.ninfer` artifact: a recipe becomes a plan, and the plan's bytes are made piece by piece.
+
+A plan knows every shape, format and size before anything is read. Matrices are encoded some rows at a time; those that
+keep their format are copied as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import field, frozen
+from numpy.typing import NDArray
+
+from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, TokenizerFiles
+from ninfer.artifacts.logical import Tensor, flat, inputs_of, is_tabled, part_name, stored_config, tensor_map
+from ninfer.artifacts.names import tiled_columns
+from ninfer.artifacts.ninfer_formats import names_of
+from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, Sink, pieces_of, raw_object
+from ninfer.artifacts.quantize import keeps
+from ninfer.artifacts.recipes import KEEP, Recipe
+from ninfer.errors import ArtifactError, UsageError
+from ninfer.formats.bits import U8Array
+from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
+from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
+
+CHUNK_VALUES = 1 << 23  # encoded at a time
+CHUNK_BYTES = 64 << 20  # copied at a time
+F32_PARTS = re.compile(r".*/gdn/(a_log|dt_bias)|.*(A_log|dt_bias)")
+RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+COMPONENTS = ("text", "mtp")
+_SKIPPED = re.compile(r"model\.visual\.|visual\.|vision_tower\.|multi_modal_projector\.")
+Index = NDArray[np.intp] | slice  # rows of the source tensor
+
+
+@frozen(eq=False)
+class Matrix:
+    """An object to be: rows of one source tensor in one format.   parts: logical name and rows, in order."""
+
+    id: str
+    tensor: str
+    source: Artifact
+    parts: tuple[tuple[str, int], ...]
+    index: Index = field(repr=False)
+    shape: tuple[int, ...]
+    format: QuantFormat
+    policy: str
+
+    @property
+    def is_copied(self) -> bool:
+        return self.source.info(self.tensor).format is self.format
+
+
+@frozen(eq=False)
+class Plan:
+    """Everything that will be written."""
+
+    recipe: Recipe
+    config: Mapping[str, Any]  # of the text component
+    components: tuple[str, ...]
+    matrices: tuple[Matrix, ...]
+    vectors: tuple[Matrix, ...]
+    tensors: Mapping[str, Tensor]
+    resources: Mapping[str, bytes]
+    name: str
+    sources: Mapping[str, str]
+
+    @cached_property
+    def _by_tensor(self) -> dict[str, list[Matrix]]:
+        found: dict[str, list[Matrix]] = {}
+        for m in (*self.matrices, *self.vectors):
+            found.setdefault(m.tensor, []).append(m)
+        return found
+
+    def info(self, name: str) -> TensorInfo:
+        """As the written artifact will say it: a graph can be built before anything is copied."""
+        whole, _, part = name.partition("/")
+        if whole not in self._by_tensor:
+            raise ArtifactError(f"the sources have no tensor {name!r}, which the model needs")
+        ms = self._by_tensor[whole]
+        parts = {part_name(whole, [p for p, _ in m.parts]): m for m in ms}
+        if part:
+            if name not in parts:
+                raise ArtifactError(f"tensor {whole!r} has no part {part!r}")
+            return TensorInfo(parts[name].shape, parts[name].format)
+        return TensorInfo(ms[0].source.info(whole).shape, ms[0].format, tuple(parts) if len(ms) > 1 else ())
+
+    def plain_shapes(self) -> dict[str, list[int]]:
+        """Of tensors under their own names that an object's rows do not tell."""
+        infos = {m.tensor: m.source.info(m.tensor).shape for m in self.matrices if m.tensor not in self.tensors}
+        return {name: list(shape) for name, shape in infos.items() if len(shape) > 2}
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(m.format.nbytes(m.shape) for m in (*self.matrices, *self.vectors))
+
+
+def make_plan(
+    recipe: Recipe,
+    base: Artifact,
+    sources: Mapping[str, Artifact],
+    *,
+    name: str,
+    components: Sequence[str] = ("text",),
+    resources: Mapping[str, Path] | None = None,
+) -> Plan:
+    """Raises UsageError or ArtifactError before anything is read: what does not fit, and what would."""
+    _check_sources(recipe, sources)
+    config = flat(base.config)
+    kind = stored_config(config).get("model_type")
+    if recipe.models and kind not in recipe.models:
+        raise UsageError(f"--recipe: {recipe.name} is for {' or '.join(recipe.models)} models; this one is {kind!r}")
+    map_config = {**config, **stored_config(config), "mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 0)}
+    table = tensor_map(map_config)
+    order = [*sources.values(), base]
+    matrices, vectors, extra = list[Matrix](), list[Matrix](), list[str]()
+    for tensor_name in _all_names(order):
+        component = "mtp" if tensor_name.startswith("mtp.") else "text"
+        if _SKIPPED.match(tensor_name) or component not in components:
+            continue
+        source = next(s for s in order if tensor_name in s)
+        tensor = table.get(tensor_name)
+        if tensor is None and is_tabled(map_config) and tensor_name != "rope_freqs.weight":
+            extra.append(tensor_name)
+            continue
+        tensor = tensor or Tensor((f"{component}/{tensor_name}",))
+        made = list(_objects(recipe, source, tensor_name, tensor))
+        (matrices if made[0].policy else vectors).extend(made)
+    if extra:
+        raise ArtifactError(
+            f"{base.path}: {len(extra)} tensors have no place in a {kind} model: {', '.join(extra[:5])}"
+        )
+    if "mtp" in components and not any(m.tensor.startswith("mtp.") for m in matrices):
+        raise UsageError("--components: the sources have no MTP block (tensors mtp.*)")
+    return Plan(
+        recipe,
+        stored_config(config),
+        tuple(components),
+        tuple(matrices),
+        tuple(vectors),
+        table,
+        _resources(base, resources or {}),
+        name,
+        {"base": str(base.path.name), **{n: str(s.path.name) for n, s in sources.items()}},
+    )
+
+
+def _check_sources(recipe: Recipe, sources: Mapping[str, Artifact]) -> None:
+    for needed in recipe.sources:
+        if needed not in sources:
+            raise UsageError(f"--recipe: {recipe.name} requires source {needed!r}; provide --source {needed}=PATH")
+
+
+def _all_names(order: Sequence[Artifact]) -> Iterator[str]:
+    yield from dict.fromkeys(name for source in reversed(order) for name in source.names())
+
+
+def _is_vector(name: str, shape: tuple[int, ...], tensor: Tensor) -> bool:
+    """Whether the values are kept: vectors, convolutions, and what `quantize` keeps where names are plain."""
+    return tensor.how == "taps" or len(shape) < 2 or (tensor.parts[0].endswith(f"/{name}") and keeps(name))
+
+
+def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Iterator[Matrix]:
+    """One object for each run of parts in one format."""
+    info = source.info(name)
+    if _is_vector(name, info.shape, tensor):
+        fmt = F32_FORMAT if F32_PARTS.fullmatch(tensor.parts[0]) else BF16_FORMAT
+        if fmt is BF16_FORMAT and not _fits_bf16(_vector_values(source, name, tensor)):
+            fmt = F32_FORMAT
+        shape = (info.shape[2], info.shape[0]) if tensor.how == "taps" else info.shape
+        yield Matrix(f"w.{tensor.parts[0]}", name, source, ((tensor.parts[0], shape[0]),), slice(None), shape, fmt, "")
+        return
+    k, total = info.shape[-1], prod(info.shape[:-1])
+    runs = list(_part_rows(tensor, total, name))
+    group: list[tuple[str, NDArray[np.intp] | slice, int]] = []
+    chosen: tuple[QuantFormat, str] | None = None
+    for part, index, rows in runs:
+        rule = recipe.rule(part)
+        fmt = _stored_format(info.format if rule.format == KEEP else by_name(rule.format), name, k)
+        if group and (chosen != (fmt, rule.policy) or tensor.how == "heads"):
+            yield _matrix(source, name, group, k, chosen)
+            group = []
+        group.append((part, index, rows))
+        chosen = fmt, rule.policy
+    yield _matrix(source, name, group, k, chosen)
+
+
+def _stored_format(fmt: QuantFormat, name: str, k: int) -> QuantFormat:
+    if names_of(fmt) is None:  # half precision has no name in the container
+        fmt = F32_FORMAT
+    try:
+        fmt.blocks_per_row(k)
+    except ArtifactError as error:
+        raise ArtifactError(f"tensor {name!r}: {error}; use another recipe") from None
+    return fmt
+
+
+def _matrix(
+    source: Artifact, name: str, group: list[tuple[str, Index, int]], k: int, chosen: tuple[QuantFormat, str] | None
+) -> Matrix:
+    assert chosen is not None
+    rows = sum(n for _, _, n in group)
+    first, last = group[0][1], group[-1][1]
+    index: Index = first
+    if isinstance(first, slice) and isinstance(last, slice):
+        index = slice(first.start, last.stop)
+    parts = tuple((part, n) for part, _, n in group)
+    label = parts[0][0] if len(parts) == 1 else f"{parts[0][0]}+{parts[-1][0].rsplit('/', 1)[1]}"
+    return Matrix(f"w.{label}", name, source, parts, index, (rows, k), *chosen)
+
+
+def _part_rows(tensor: Tensor, total: int, name: str) -> Iterator[tuple[str, Index, int]]:
+    """(logical name, its rows in the checkpoint's tensor, their number)."""
+    if tensor.how in ("whole", "expert"):
+        yield tensor.parts[0], slice(0, total), total
+        return
+    each = sum(tensor.rows)
+    repeats = {"rows": 1, "heads": total // each if each else 0, "experts": len(tensor.parts) // len(tensor.rows)}
+    if not each or total != each * repeats[tensor.how]:
+        raise ArtifactError(f"tensor {name!r} has {total} rows, but the config implies {tensor.how} of {tensor.rows}: "
+                            "weights and config are of different models")  # fmt: skip
+    if tensor.how == "heads":
+        start = 0
+        for part, rows in zip(tensor.parts, tensor.rows, strict=True):
+            heads = np.arange(repeats["heads"])[:, None] * each + np.arange(start, start + rows)
+            yield part, heads.reshape(-1), heads.size
+            start += rows
+        return
+    at = 0
+    for i, part in enumerate(tensor.parts):
+        rows = tensor.rows[i % len(tensor.rows)]
+        yield part, slice(at, at + rows), rows
+        at += rows
+
+
+# values of vectors
+
+
+def _is_offset_norm(name: str) -> bool:
+    return (name.endswith("norm.weight") and "linear_attn." not in name) or ".pre_fc_norm_" in name
+
+
+def _vector_values(source: Artifact, name: str, tensor: Tensor) -> NDArray[np.float32]:
+    """In the container's convention: offset norms without the 1, taps [taps, C]."""
+    values = source.get(name).f32()
+    if source.config.get("norm_plus_one") and _is_offset_norm(name):
+        values = values - np.float32(1)
+    if tensor.how == "taps":
+        values = values.reshape(values.shape[0], -1).T
+    if not np.isfinite(values).all():
+        raise ArtifactError(f"{source.path}: tensor {name!r} has values that are not finite")
+    return np.ascontiguousarray(values, np.float32)
+
+
+def _fits_bf16(values: NDArray[np.float32]) -> bool:
+    """Whether bf16 holds the values: exactly, or but for what adding 1 in float32 has lost."""
+    half = bf16_to_f32(f32_to_bf16(values))
+    return bool(np.array_equal(half, values) or np.array_equal(np.float32(1) + half, np.float32(1) + values))
+
+
+# resources
+
+
+def _resources(base: Artifact, given: Mapping[str, Path]) -> dict[str, bytes]:
+    unknown = [role for role in given if role not in RESOURCES]
+    if unknown:
+        raise UsageError(f"--resource: no role {unknown[0]!r}; there are {', '.join(RESOURCES)}")
+    found: dict[str, bytes] = {}
+    for role in RESOURCES:
+        path = given.get(role, base.path / role)
+        try:
+            if path.is_file():
+                found[role] = path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from None
+    source = base.tokenizer_source
+    if isinstance(source, TokenizerFiles):
+        found.setdefault("tokenizer.json", source.tokenizer)
+        if source.config:
+            found.setdefault("tokenizer_config.json", source.config)
+    elif isinstance(source, Mapping) and "tokenizer.json" not in found:
+        found["tokenizer.gguf.json"] = json.dumps(dict(source), ensure_ascii=False).encode()
+    if base.chat_template is not None:
+        found.setdefault("chat_template.jinja", base.chat_template.encode())
+    if base.generation_config:
+        found.setdefault("generation_config.json", json.dumps(dict(base.generation_config)).encode())
+    return {role: raw for role, raw in found.items() if raw}
+
+
+# bytes
+
+
+def to_artifact(plan: Plan) -> NewArtifact:
+    """Objects whose bytes are made when the writer asks."""
+    bindings, uses = dict[str, Any](), list[dict[str, Any]]()
+    objects = list[NewObject]()
+    tiled = {n for m in plan.matrices for n in m.source.config.get("gdn_tiled_out_columns", ())}
+    for m in (*plan.matrices, *plan.vectors):
+        objects.append(_object(m, plan.tensors.get(m.tensor)))
+        at = 0
+        for part, rows in m.parts:
+            k = prod(m.shape[1:])
+            whole = len(m.parts) == 1
+            span = {"object": m.id, "range": [at * k, (at + rows) * k]}
+            bindings[part] = {"object": m.id} if whole else {"parts": [span]}
+            at += rows
+            if m.policy:
+                auxiliaries = {"input_columns": {"object": "a.tiled_columns"}} if m.tensor in tiled else {}
+                uses += [_use(part, i, m.policy, auxiliaries) for i in inputs_of(part, plan.components)]
+    if any(m.tensor in tiled for m in plan.matrices):
+        columns = tiled_columns(plan.config).astype("<i4")
+        objects.append(raw_object("a.tiled_columns", columns.tobytes(), shape=columns.shape, format="int32",
+                                  layout="contiguous_le_v1"))  # fmt: skip
+    if "text/output_head" not in bindings and "text/token_embedding" in bindings:
+        bindings["text/output_head"] = bindings["text/token_embedding"]
+    objects += [raw_object(f"r.{role}", raw) for role, raw in plan.resources.items()]
+    components: dict[str, Any] = {
+        "text": {"config": plan.config, "resources": {role: f"r.{role}" for role in plan.resources}}
+    }
+    if "mtp" in plan.components:
+        arch = "Qwen3_5MoeMTP" if "num_experts" in plan.config else "Qwen3_5MTP"
+        components["mtp"] = {"config": {"architectures": [arch]}, "target": "text"}
+    metadata = {"name": plan.name, "shapes": plan.plain_shapes()}
+    provenance = {"converter": "ninfer-v3", "recipe": plan.recipe.name, "sources": dict(plan.sources)}
+    return NewArtifact(components, objects, bindings, uses, metadata, provenance)
+
+
+def _use(part: str, input: str, policy: str, auxiliaries: Mapping[str, Any]) -> dict[str, Any]:
+    use: dict[str, Any] = {"parameter": part, "input": input, "activation_policy": policy}
+    return {**use, "auxiliaries": dict(auxiliaries)} if auxiliaries else use
+
+
+def _object(m: Matrix, tensor: Tensor | None) -> NewObject:
+    names = names_of(m.format)
+    assert names is not None
+    produce = partial(_put_matrix, m) if m.policy else partial(_put_vector, m, tensor or Tensor((m.parts[0][0],)))
+    return NewObject(m.id, m.format.nbytes(m.shape), produce, m.shape, *names)
+
+
+def _put_vector(m: Matrix, tensor: Tensor, sink: Sink) -> None:
+    sink.put(0, m.format.pack(_vector_values(m.source, m.tensor, tensor)))
+
+
+def _put_matrix(m: Matrix, sink: Sink) -> None:
+    p = m.source.get(m.tensor)
+    n, k = m.shape
+    values = CHUNK_BYTES * n // max(p.raw.size, 1) * k if p.format is m.format else CHUNK_VALUES
+    for start, count in pieces_of(n, max(128, values // k // 128 * 128)):
+        raw = _rows(m, p, start, count)
+        if p.format is not m.format:
+            raw = _encode(m, p, raw, (count, k))
+        spans = m.format.row_spans(m.shape, start, count)
+        for (offset, nbytes), (at, _) in zip(spans, m.format.row_spans((count, k), 0, count), strict=True):
+            sink.put(offset, raw[at : at + nbytes])
+
+
+def _rows(m: Matrix, p: Parameter, start: int, count: int) -> U8Array:
+    """Rows of the object as the source has them."""
+    stored = (prod(p.shape[:-1]), p.shape[-1])
+    if isinstance(m.index, slice):
+        return p.format.slice_rows(p.raw, stored, m.index.start + start, count)
+    return p.format.gather_rows(p.raw, stored, m.index[start : start + count])
+
+
+def _encode(m: Matrix, p: Parameter, raw: U8Array, shape: tuple[int, int]) -> U8Array:
+    values = p.format.unpack(raw, shape)
+    try:
+        if not np.isfinite(values).all():
+            raise ArtifactError("has values that are not finite")
+        return m.format.pack(values)
+    except ArtifactError as error:
+        raise ArtifactError(f"{m.source.path}: tensor {m.tensor!r}: {error}") from None

@@ -1,0 +1,147 @@
+"""Checkpoints before and after conversion: the same logits through the compiled plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import DATA, oracle, part, tiny_qwen35_folder
+from gguf_writer import write_gguf
+from numpy.typing import NDArray
+
+from models.test_compiled import outputs
+from ninfer.artifacts import Artifact, open_artifact
+from ninfer.artifacts.quantize import quantize
+from ninfer.cli.convert import body
+from ninfer.config import EngineConfig
+from ninfer.errors import ArtifactError, UsageError
+from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
+from ninfer.runtime import load as loading
+
+MODELS = ("llama", "qwen3_5_dense", "qwen3_5_dense_hd256")
+
+
+def logits(model: Path, **changes: Any) -> NDArray[np.float32]:
+    config = EngineConfig(model=str(model), max_context=256, kv_dtype="f32", device="cpu", prefill_chunk=256, **changes)
+    scorer = loading.load_scorer(config, "logits", tokenizer_needed=False)[0]
+    ids = oracle("llama")["input_ids"][:24]
+    return np.concatenate([outputs(scorer, [part(ids)]), outputs(scorer, [part(ids[:1], 24)])])
+
+
+def converted(tmp_path: Path, model: Path, recipe: str, *more: str) -> Path:
+    out = tmp_path / f"{model.name}-{recipe}.ninfer"
+    assert body(["--model", str(model), "--recipe", recipe, "--out", str(out), "--verify", *more]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_conversion_changes_no_logit(tmp_path: Path, name: str) -> None:
+    out = converted(tmp_path, DATA / name, "bf16")
+    assert np.array_equal(logits(out), logits(DATA / name))
+
+
+@pytest.mark.parametrize("recipe,fmt", [("q4", "q4_g64"), ("q5", "q5_g64"), ("q6", "q6_g64"), ("q8", "q8_g32")])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_dense_hd256"])
+def test_groupwise_conversion_equals_quantising_at_load(tmp_path: Path, name: str, recipe: str, fmt: str) -> None:
+    out = converted(tmp_path, DATA / name, recipe)
+    assert np.array_equal(logits(out), logits(DATA / name, quantize=fmt))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_formats_in_one_tensor(tmp_path: Path, name: str) -> None:
+    """q4 beside q5 in the rows of in_proj_qkv: near the logits of q8, since the formats round weights a little."""
+    out = converted(tmp_path, DATA / name, "q4q5")
+    want, got = oracle(name)["logits"][:24], logits(out)[:24]
+    ids = oracle(name)["input_ids"][:24]
+    if np.array_equal(ids, oracle("llama")["input_ids"][:24]):
+        assert np.corrcoef(want.ravel(), got.ravel())[0, 1] > 0.97
+    artifact, source = open_artifact(out), open_artifact(DATA / name)
+    if "qwen" in name:
+        p = "model.layers.0.linear_attn.in_proj_qkv.weight"
+        assert artifact.info(p).parts == (f"{p}/query+key", f"{p}/value")
+        whole = np.concatenate([artifact.get(n).f32() for n in artifact.info(p).parts])
+        assert np.abs(whole - source.get(p).f32()).max() < 0.08 * np.abs(whole).max()
+        with pytest.raises(ArtifactError, match=r"several formats \(q4_g64, q5_g64\)"):
+            artifact.get(p)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Callable[[str, str], Path]:
+    def write(name: str, fmt: str) -> Path:
+        """In `fmt` where blocks divide the rows, gates of the delta rule in bf16."""
+        path, given = tmp_path / f"{name}-{fmt}.gguf", by_name(fmt)
+
+        def format_of(tensor: str, shape: Sequence[int]) -> QuantFormat:
+            if len(shape) == 1 or "conv1d" in tensor:
+                return F32_FORMAT
+            return BF16_FORMAT if "in_proj_a" in tensor or "in_proj_b" in tensor or shape[-1] % given.block else given
+
+        write_gguf(open_artifact(DATA / name), path, format_of)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("fmt", ["q8_0", "q4_k", "iq4_nl", "q4_1"])
+@pytest.mark.parametrize("name", ["qwen3_5_dense_hd256"])
+def test_gguf_blocks_pass_through(tmp_path: Path, kept: Callable[[str, str], Path], name: str, fmt: str) -> None:
+    gguf = kept(name, fmt)
+    out = converted(tmp_path, gguf, "gguf")
+    source, result = open_artifact(gguf), open_artifact(out)
+    copied = [n for n in source.names() if n in result and not source.info(n).format.is_plain]
+    assert copied
+    for n in copied:
+        assert result.info(n).format is source.info(n).format
+        assert np.array_equal(result.get(n).raw, source.get(n).raw)
+    assert np.array_equal(logits(out), logits(gguf))
+
+
+def test_weights_of_a_gguf_with_the_folder_of_the_model(tmp_path: Path, kept: Callable[[str, str], Path]) -> None:
+    gguf = kept("qwen3_5_dense_hd256", "q8_0")
+    folder = DATA / "qwen3_5_dense_hd256"
+    out = converted(tmp_path, folder, "qwen3_8_27b_gguf", "--source", f"gguf={gguf}", "--components", "text,mtp")
+    assert np.array_equal(logits(out), logits(gguf))
+    assert open_artifact(out).config["mtp_num_hidden_layers"] == 1
+    assert "mtp.fc.weight" in open_artifact(out)
+
+
+def test_a_model_with_its_tokenizer_is_served_under_its_name(tmp_path: Path) -> None:
+    folder = tiny_qwen35_folder(tmp_path)
+    out = converted(tmp_path, folder, "q8", "--name", "tiny-model")
+    loaded = loading.load(EngineConfig(model=str(out), max_context=256, device="cpu"))
+    direct = loading.load(EngineConfig(model=str(folder), max_context=256, device="cpu"))
+    assert loaded.model_id == "tiny-model"
+    assert loaded.eos_ids == direct.eos_ids and loaded.chat_template is not None
+    text = "def f(x): return x"
+    assert loaded.tokenizer.encode(text) == direct.tokenizer.encode(text)
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    def refused(error: type[Exception], match: str, *argv: str) -> None:
+        out = tmp_path / "x.ninfer"
+        with pytest.raises(error, match=match):
+            body([*argv, "--out", str(out)])
+        assert not list(tmp_path.glob("*x.ninfer*"))
+
+    dense, llama = str(DATA / "qwen3_5_dense"), str(DATA / "llama")
+    refused(UsageError, "no recipe 'q3'; there are bf16, q4", "--model", dense, "--recipe", "q3")
+    refused(UsageError, "is for qwen3_5_moe_text models; this one is 'qwen3_5_text'",
+            "--model", dense, "--recipe", "qwen3_6_35b_a3b")  # fmt: skip
+    refused(UsageError, "this one is 'llama'", "--model", llama, "--recipe", "qwen3_8_27b")
+    refused(UsageError, "requires source 'gguf'; provide --source gguf=PATH",
+            "--model", dense, "--recipe", "qwen3_8_27b_gguf")  # fmt: skip
+    refused(UsageError, "have no MTP block", "--model", llama, "--recipe", "q8", "--components", "text,mtp")
+    refused(UsageError, "'vision' cannot be converted", "--model", dense, "--recipe", "q8", "--components", "vision")
+    refused(UsageError, "is not NAME=PATH", "--model", dense, "--recipe", "q8", "--source", "gguf")
+    refused(UsageError, "base stands for --model", "--model", dense, "--recipe", "q8", "--source", f"base={llama}")
+    refused(ArtifactError, "weights and config are of different models|has no place|config implies",
+            "--model", dense, "--recipe", "gguf", "--source", f"gguf={DATA / 'qwen3_5_dense_hd256'}")  # fmt: skip
+
+
+def test_quantise_at_load_still_reads_ninfer_files(tmp_path: Path) -> None:
+    artifact: Artifact = open_artifact(converted(tmp_path, DATA / "llama", "bf16"))
+    packed = quantize(artifact, "q8_g32").get("model.layers.0.mlp.up_proj.weight")
+    assert packed.format is by_name("q8_g32")
