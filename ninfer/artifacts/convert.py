@@ -161,15 +161,20 @@ def _all_names(order: Sequence[Artifact]) -> Iterator[str]:
     yield from dict.fromkeys(name for source in reversed(order) for name in source.names())
 
 
-def _is_vector(name: str, shape: tuple[int, ...], tensor: Tensor) -> bool:
-    """Whether the values are kept: vectors, convolutions, and what `quantize` keeps where names are plain."""
-    return tensor.how == "taps" or len(shape) < 2 or (tensor.parts[0].endswith(f"/{name}") and keeps(name))
+def _is_kept(name: str, tensor: Tensor) -> bool:
+    """What `quantize` keeps, where names are those of the checkpoint."""
+    return tensor.parts[0].endswith(f"/{name}") and keeps(name)
+
+
+def _is_vector(name: str, info: TensorInfo, tensor: Tensor) -> bool:
+    """Whether the values are kept: vectors, convolutions, small matrices of the checkpoint's own names."""
+    return tensor.how == "taps" or len(info.shape) < 2 or (info.format.is_plain and _is_kept(name, tensor))
 
 
 def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Iterator[Matrix]:
     """One object for each run of parts in one format."""
     info = source.info(name)
-    if _is_vector(name, info.shape, tensor):
+    if _is_vector(name, info, tensor):
         fmt = F32_FORMAT if F32_PARTS.fullmatch(tensor.parts[0]) else BF16_FORMAT
         if fmt is BF16_FORMAT and not _fits_bf16(_vector_values(source, name, tensor)):
             fmt = F32_FORMAT
@@ -182,7 +187,9 @@ def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Ite
     chosen: tuple[QuantFormat, str] | None = None
     for part, index, rows in runs:
         rule = recipe.rule(part)
-        fmt = _stored_format(info.format if rule.format == KEEP else by_name(rule.format), name, k)
+        fmt = _stored_format(
+            info.format if rule.format == KEEP or _is_kept(name, tensor) else by_name(rule.format), name, k
+        )
         if group and (chosen != (fmt, rule.policy) or tensor.how == "heads"):
             yield _matrix(source, name, group, k, chosen)
             group = []
@@ -249,7 +256,7 @@ def _is_offset_norm(name: str) -> bool:
 def _vector_values(source: Artifact, name: str, tensor: Tensor) -> NDArray[np.float32]:
     """In the container's convention: offset norms without the 1, taps [taps, C]."""
     values = source.get(name).f32()
-    if source.config.get("norm_plus_one") and _is_offset_norm(name):
+    if source.config.get("norm_plus_one") and is_tabled(flat(source.config)) and _is_offset_norm(name):
         values = values - np.float32(1)
     if tensor.how == "taps":
         values = values.reshape(values.shape[0], -1).T
@@ -300,7 +307,9 @@ def to_artifact(plan: Plan) -> NewArtifact:
     """Objects whose bytes are made when the writer asks."""
     bindings, uses = dict[str, Any](), list[dict[str, Any]]()
     objects = list[NewObject]()
-    tiled = {n for m in plan.matrices for n in m.source.config.get("gdn_tiled_out_columns", ())}
+    tiled = {n for s in {m.source for m in plan.matrices} for n in s.config.get("gdn_tiled_out_columns", ())}
+    if not is_tabled(plan.config):  # whose config tells it
+        tiled = set()
     for m in (*plan.matrices, *plan.vectors):
         objects.append(_object(m, plan.tensors.get(m.tensor)))
         at = 0

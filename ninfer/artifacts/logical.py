@@ -1,7 +1,8 @@
 """Logical parameter names of `.ninfer` files, and the checkpoint tensors that they make up.
 
 Both directions are one table: `tensor_map` gives, for a config, each checkpoint name with its logical parts and how
-they lie in the checkpoint's tensor. Families outside the table store each tensor under `text/<checkpoint name>`.
+they lie in the checkpoint's tensor. Families outside the table keep their config as it is and store each tensor under
+`text/<checkpoint name>` or `mtp/<checkpoint name>`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Tensor:
     """A checkpoint tensor as logical parameters.
 
     how: whole: one, as it is; rows: below each other; heads: `rows` of each in turn, head by head; taps: one, of which
-    [C, 1, taps] is stored as [taps, C]; experts: below each other, [E, rows, K] in the checkpoint; expert: one, as it is. Checkpoints store
-    experts in one of several ways, so a logical name of an expert occurs in several tensors.
+    [C, 1, taps] is stored as [taps, C]; experts: below each other, [E, rows, K] in the checkpoint; expert: one, as it
+    is. Checkpoints store experts in one of several ways, so a logical name of an expert occurs in several tensors.
     rows: of each part (of a head, for heads; of an expert, for experts).
     """
 
@@ -66,7 +67,7 @@ MTP = {
     "mtp.norm.weight": "mtp/final_norm",
 }
 TABLED = ("qwen3_5_text", "qwen3_5_moe_text", "llama")
-PLAIN = "text/"
+PLAIN = ("text", "mtp")  # components whose parameters may have checkpoint names
 GATE_UP = "mlp.experts.gate_up_proj"
 
 
@@ -183,7 +184,8 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 def stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The text component's config, from that of a checkpoint (flat)."""
     if not str(config.get("model_type")).startswith("qwen3_5"):
-        return {k: v for k, v in config.items() if v is not None and k not in _OURS}
+        kept = {k: v for k, v in config.items() if v is not None}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
     moe = "num_experts" in config
     values = {**_DEFAULTS, **config}
     if "layer_types" not in config:
@@ -205,9 +207,6 @@ def stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_OURS = ("norm_plus_one", "gdn_tiled_out_columns")  # what readers tell of a GGUF file; undone by the writer
-
-
 def checkpoint_config(text: Mapping[str, Any], mtp: bool) -> dict[str, Any]:
     """A config like that of a checkpoint, from the text component's."""
     config = dict(text)
@@ -216,4 +215,6 @@ def checkpoint_config(text: Mapping[str, Any], mtp: bool) -> dict[str, Any]:
         rope = config.get("rope_parameters")
         if isinstance(rope, Mapping):
             config["rope_parameters"] = {"rope_type": "default", "mrope_interleaved": True, **rope}
+    elif not mtp:
+        config |= {k: 0 for k in ("mtp_num_hidden_layers", "num_nextn_predict_layers") if k in config}
     return config

@@ -133,8 +133,9 @@ class NinferArtifact(Artifact):
             for other in [name] if apart else banks:
                 del found[other]
         for part in bindings:
-            if part not in covered and part.startswith(PLAIN) and "/" not in part[len(PLAIN) :]:
-                found[part[len(PLAIN) :]] = Tensor((part,))
+            component, _, name = part.partition("/")
+            if part not in covered and component in PLAIN and "/" not in name:
+                found[name] = Tensor((part,))
         return found
 
     @cached_property

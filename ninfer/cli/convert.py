@@ -13,8 +13,9 @@ from typing import Any
 from attrs import frozen
 from tqdm import tqdm
 
-from ninfer.artifacts import Artifact, open_artifact
+from ninfer.artifacts import open_artifact
 from ninfer.artifacts.convert import COMPONENTS, Plan, make_plan, to_artifact
+from ninfer.artifacts.logical import checkpoint_config
 from ninfer.artifacts.ninfer_write import NewArtifact, check_written, write_artifact
 from ninfer.artifacts.recipes import RECIPES, recipe
 from ninfer.cli.output import configure_logging, run, version
@@ -76,7 +77,7 @@ def convert(config: ConvertConfig, model: str, recipe_name: str, out: Path) -> N
         components=_components(config.components),
         resources=_pairs("--resource", config.resource),
     )
-    _check_model(plan, base)
+    _check_model(plan)
     new = write_with_bar(to_artifact(plan), out, config.max_file_bytes)
     seconds = time.perf_counter() - started
     print(summary(plan, new, seconds), file=sys.stderr)
@@ -127,10 +128,9 @@ def _components(value: str) -> tuple[str, ...]:
     return names
 
 
-def _check_model(plan: Plan, base: Artifact) -> None:
+def _check_model(plan: Plan) -> None:
     """Builds the model's graph over what will be written: a wrong or missing tensor is refused before any is read."""
-    config = {**base.config, "norm_plus_one": False, "gdn_tiled_out_columns": ()}
-    family, spec = identify(config)
+    family, spec = identify(checkpoint_config(plan.config, "mtp" in plan.components))
     family.build(spec, plan.info, kv=kv_by_name("bf16"), mode="logits")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import DATA, oracle, part, tiny_qwen35_folder
-from gguf_writer import write_gguf
+from drawn import checkpoint
+from gguf_writer import matrices_in, write_gguf
 from numpy.typing import NDArray
 
 from models.test_compiled import outputs
@@ -22,6 +23,7 @@ from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 from ninfer.runtime import load as loading
 
 MODELS = ("llama", "qwen3_5_dense", "qwen3_5_dense_hd256")
+EXPERTS = ("qwen3_5_moe", "qwen3_next")
 
 
 def logits(model: Path, **changes: Any) -> NDArray[np.float32]:
@@ -66,6 +68,31 @@ def test_several_formats_in_one_tensor(tmp_path: Path, name: str) -> None:
         assert np.abs(whole - source.get(p).f32()).max() < 0.08 * np.abs(whole).max()
         with pytest.raises(ArtifactError, match=r"several formats \(q4_g64, q5_g64\)"):
             artifact.get(p)
+
+
+@pytest.mark.parametrize("source", ["folder", "gguf"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_every_division(tmp_path: Path, name: str, source: str) -> None:
+    """Fused stacks and single matrices of safetensors, banks of gate and up of GGUF."""
+    model = checkpoint(DATA / name, tmp_path / name)
+    if source == "gguf":
+        write_gguf(open_artifact(model), tmp_path / "model.gguf", matrices_in(by_name("q8_0")))
+        model = tmp_path / "model.gguf"
+        assert np.array_equal(logits(converted(tmp_path, model, "gguf")), logits(model))
+        return
+    assert np.array_equal(logits(converted(tmp_path, model, "bf16")), logits(model))
+    assert np.array_equal(logits(converted(tmp_path, model, "q8")), logits(model, quantize="q8_g32"))
+
+
+def test_the_moe_recipe_packs_experts_and_its_mtp_block(tmp_path: Path) -> None:
+    model = checkpoint(DATA / "qwen3_5_moe", tmp_path / "moe")
+    artifact = open_artifact(converted(tmp_path, model, "qwen3_6_35b_a3b", "--components", "text,mtp"))
+    formats = {n: artifact.info(f"model.layers.0.mlp.experts.{n}").format.name for n in ("gate_up_proj", "down_proj")}
+    assert formats == {"gate_up_proj": "q4_g64", "down_proj": "q5_g64"}
+    assert artifact.info("mtp.layers.0.mlp.experts.gate_up_proj").format.name == "q8_g32"
+    assert artifact.info("model.layers.0.mlp.gate.weight").format.name == "bf16"
+    shape = open_artifact(model).info("model.layers.0.mlp.experts.gate_up_proj").shape
+    assert artifact.get("model.layers.0.mlp.experts.gate_up_proj").shape == shape
 
 
 @pytest.fixture
