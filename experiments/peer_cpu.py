@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo", help="a GGUF file (default: the demo model)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="tasks whose name has this part")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line as well")
     args = parser.parse_args()
     path = args.model
@@ -118,6 +119,8 @@ def main() -> None:
     ]
     print(f"{'task':32} {'llama.cpp':>22} {'ninfer':>22} {'ratio':>18}")
     for name, task in tasks:
+        if args.only not in name:
+            continue
         task(ours), task(peer)  # warm
         pairs = [(task(peer), task(ours)) for _ in range(args.rounds)]
         theirs, mine = [list(x) for x in zip(*pairs, strict=True)]
@@ -126,10 +129,10 @@ def main() -> None:
         print(f"{name:32} {_text(theirs):>22} {_text(mine):>22} {_text(ratios, 2):>18}", flush=True)
         if args.json:
             print(json.dumps({**row, "threads": args.threads, "model": Path(path).name}))
-    single = [ours.batch(tokens, 16, 32, 1) for _ in range(args.rounds)]
-    eight = [ours.batch(tokens, 16, 32, 8) for _ in range(args.rounds)]
-    print(f"{'8 requests / 1 request':32} {'':22} {_text(eight):>22} "
-          f"{statistics.median(eight) / statistics.median(single):>18.2f}")  # fmt: skip
+    if args.only in "8 requests / 1 request":
+        runs = [(ours.batch(tokens, 16, 32, 1), ours.batch(tokens, 16, 32, 8)) for _ in range(args.rounds + 1)][1:]
+        print(f"{'8 requests / 1 request':32} {_text([one for one, _ in runs]):>22} {_text([all for _, all in runs]):>22} "
+              f"{_text([all / one for one, all in runs], 2):>18}")  # fmt: skip
 
 
 def _text(values: list[float], digits: int = 1) -> str:

@@ -198,7 +198,7 @@ def _by_either(op: Product, types: Types, env: Env, tuning: Tuning) -> Geometry:
 F32_TUNINGS = ({"gb": 8, "nt": 4, "tb": 256},)
 ROW_TUNINGS = ({"nt": 4},)
 TILE_TUNINGS = ({"gb": 32, "nt": 4, "tb": 256},)
-FEW = 8  # rows up to which the kernel that reads weights once for four rows is faster
+FEW = 4  # rows up to which the kernel that reads weights once for four rows is faster
 
 
 def _rows_route(op: type[Any]) -> Route[Any]:
