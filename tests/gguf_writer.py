@@ -30,6 +30,17 @@ _PARTS = {
 }  # fmt: skip
 _ARCHITECTURES = {"llama": "llama", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
                   "qwen3_next": "qwen3next"}  # fmt: skip
+_GEMMA4 = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "router.proj": "ffn_gate_inp",
+}  # fmt: skip
+_GEMMA4_WHOLE = {
+    "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}  # fmt: skip
 _MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 
 
@@ -140,6 +151,54 @@ def _qwen3_next_values(name: str, x: NDArray[np.float32]) -> NDArray[np.float32]
     if "norm" in name and not name.endswith("linear_attn.norm.weight"):
         return x + np.float32(1)
     return x.reshape(-1) if name.endswith("shared_expert_gate.weight") else x
+
+
+def write_gemma4_gguf(artifact: Artifact, path: Path, format_of: FormatOf) -> None:
+    """A text model; weights are stored as they are."""
+    c = artifact.config["text_config"]
+    sliding = [kind == "sliding_attention" for kind in c["layer_types"]]
+    full, local = (c["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    out = gguf.GGUFWriter(path, "gemma4")
+    out.add_context_length(c["max_position_embeddings"])
+    out.add_embedding_length(c["hidden_size"])
+    out.add_block_count(c["num_hidden_layers"])
+    out.add_feed_forward_length(c["intermediate_size"])
+    out.add_head_count(c["num_attention_heads"])
+    out.add_head_count_kv([c["num_key_value_heads"] if s else c["num_global_key_value_heads"] for s in sliding])
+    out.add_key_length(c["global_head_dim"])
+    out.add_value_length(c["global_head_dim"])
+    for side in ("key", "value"):
+        out.add_uint32(f"gemma4.attention.{side}_length_swa", c["head_dim"])
+    out.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    out.add_sliding_window(c["sliding_window"])
+    out.add_array("gemma4.attention.sliding_window_pattern", sliding)
+    out.add_rope_freq_base(full["rope_theta"])
+    out.add_float32("gemma4.rope.freq_base_swa", local["rope_theta"])
+    out.add_float32("gemma4.final_logit_softcapping", c["final_logit_softcapping"])
+    out.add_expert_count(c["num_experts"])
+    out.add_expert_used_count(c["top_k_experts"])
+    out.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    pairs = c["global_head_dim"] // 2
+    factors = np.full(pairs, 1e30, np.float32)
+    factors[: int(pairs * full["partial_rotary_factor"])] = 1
+    out.add_tensor("rope_freqs.weight", factors)
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    for name in artifact.names():
+        values = artifact.get(name).f32()
+        _, _, index, rest = [*name.split(".", 3), "", ""][:4]
+        part = rest.removesuffix(".weight")
+        leaf = _GEMMA4_WHOLE.get(rest) or f"{(_GEMMA4 | _OTHERS).get(part)}.weight"
+        fmt = format_of(name, values.shape)
+        raw = fmt.pack(values).reshape(*values.shape[:-1], -1)
+        target = whole.get(name) or f"blk.{index}.{leaf}"
+        out.add_tensor(target, raw, raw_dtype=gguf.GGMLQuantizationType(fmt.ggml_type))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+_OTHERS = {name: part for name, part in _PARTS.items() if name not in _GEMMA4}
 
 
 def _qwen35_keys(out: gguf.GGUFWriter, c: Mapping[str, Any], mtp: int) -> None:

@@ -67,6 +67,15 @@ class Metadata:
             raise self._error(key, f"is {_short(value)}, not a list of {count} whole numbers")
         return value[:count]
 
+    def flags(self, key: str, count: int) -> list[bool] | None:
+        """An array of as many booleans; None: there is none."""
+        value = self.values.get(f"{self.arch}.{key}")
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < count or not all(isinstance(v, bool) for v in value):
+            raise self._error(key, f"is {_short(value)}, not a list of {count} booleans")
+        return value[:count]
+
     def get(self, key: str) -> Any:
         return self.values.get(f"{self.arch}.{key}")
 
@@ -272,13 +281,14 @@ def _vocab(meta: Metadata, tensors: Tensors) -> int:
     return embedding.shape[0]
 
 
-def _common(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+def _common(meta: Metadata, tensors: Tensors, kv_heads: int | None = None) -> dict[str, Any]:
+    """kv_heads: where the file has a number for each layer."""
     values, heads = meta.values, meta.whole("attention.head_count")
     config: dict[str, Any] = {
         "vocab_size": _vocab(meta, tensors),
         "hidden_size": meta.whole("embedding_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or meta.whole("attention.head_count_kv", heads),
         "rms_norm_eps": meta.real("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": meta.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -331,6 +341,7 @@ _GLOBALS: dict[str, Rule] = {
     "output_norm.weight": Rule("model.norm.weight"),
     "output.weight": Rule("lm_head.weight"),
 }
+_FREQS = {"rope_freqs.weight": Rule("rope_freqs.weight")}
 _MLP = {
     f"{theirs}.{part}": Rule(f"{ours}.{part}")
     for theirs, ours in (
@@ -366,11 +377,9 @@ def _delta_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
     if rotary > head_dim:
         raise ArtifactError(f"{meta.path}: rope over {rotary} dimensions of heads of {head_dim}")
     interval = meta.whole("full_attention_interval", 4)
-    recurrent = meta.get("attention.recurrent_layers")
+    recurrent = meta.flags("attention.recurrent_layers", layers)
     if recurrent is None:
         recurrent = [(i + 1) % interval != 0 for i in range(layers)]
-    if not isinstance(recurrent, list) or len(recurrent) < layers or not all(isinstance(v, bool) for v in recurrent):
-        raise ArtifactError(f"{meta.path}: {meta.arch}.attention.recurrent_layers is not a list of {layers} booleans")
     return config | {
         "num_hidden_layers": layers,
         "head_dim": head_dim,
@@ -378,7 +387,7 @@ def _delta_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
         "attention_bias": False,
         "attn_output_gate": True,
         "full_attention_interval": interval,
-        "layer_types": ["linear_attention" if r else "full_attention" for r in recurrent[:layers]],
+        "layer_types": ["linear_attention" if r else "full_attention" for r in recurrent],
         "linear_num_key_heads": hk,
         "linear_num_value_heads": hv,
         "linear_key_head_dim": meta.whole("ssm.state_size"),
@@ -464,6 +473,104 @@ _QWEN35_MTP = {
     "nextn.shared_head_head.weight": Rule("mtp.lm_head.weight"),
 }
 
+
+def _sliding(meta: Metadata, layers: int) -> list[str]:
+    sliding = meta.flags("attention.sliding_window_pattern", layers) or [(i + 1) % 6 != 0 for i in range(layers)]
+    return ["sliding_attention" if s else "full_attention" for s in sliding]
+
+
+def _gemma3_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    """The largest of the family divides by the model's width over its heads instead of the heads' size."""
+    config = _common(meta, tensors)
+    layers, head_dim = meta.whole("block_count", most=MAX_BLOCKS), meta.whole("attention.key_length", 256)
+    scalar = config["hidden_size"] / config["num_attention_heads"] if layers == 62 else head_dim
+    cap = meta.get("final_logit_softcapping")
+    return config | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": layers,
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "head_dim": head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": meta.whole("attention.sliding_window"),
+        "layer_types": _sliding(meta, layers),
+        "rope_parameters": {
+            "full_attention": _rope(meta),
+            "sliding_attention": {"rope_type": "default", "rope_theta": meta.real("rope.freq_base_swa", 10000.0)},
+        },
+        "final_logit_softcapping": meta.real("final_logit_softcapping") if cap else None,
+        "norm_plus_one": True,
+    }
+
+
+def _gemma4_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
+    layers = meta.whole("block_count", most=MAX_BLOCKS)
+    kinds = _sliding(meta, layers)
+    counts = meta.get("attention.head_count_kv")
+    if isinstance(counts, list):
+        counts = meta.wholes("attention.head_count_kv", layers)
+        of = {kind: {n for n, k in zip(counts, kinds, strict=True) if k == kind} for kind in dict.fromkeys(kinds)}
+        if any(len(found) != 1 for found in of.values()):
+            raise ArtifactError(f"{meta.path}: {meta.arch}.attention.head_count_kv differs among layers of one kind")
+        sliding, full = (of.get(kind, {counts[0]}).pop() for kind in ("sliding_attention", "full_attention"))
+    else:
+        sliding = full = meta.whole("attention.head_count_kv")
+    head_dim = meta.whole("attention.key_length")
+    first_full = kinds.index("full_attention") if "full_attention" in kinds else 0
+    experts = meta.get("expert_count")
+    mixture = {
+        "num_experts": meta.whole("expert_count"),
+        "top_k_experts": meta.whole("expert_used_count"),
+        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+    } if experts else {}  # fmt: skip
+    return _common(meta, tensors, sliding) | mixture | {
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": layers,
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "num_global_key_value_heads": full,
+        "head_dim": meta.whole("attention.key_length_swa", head_dim),
+        "global_head_dim": head_dim,
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in tensors,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": meta.whole("attention.sliding_window"),
+        "layer_types": kinds,
+        "rope_parameters": {
+            # which pairs turn is told by rope_freqs.weight
+            "full_attention": {"rope_type": "divided", "rope_theta": meta.real("rope.freq_base", 1e6)},
+            "sliding_attention": {"rope_type": "default", "rope_theta": meta.real("rope.freq_base_swa", 10000.0)},
+        },
+        "final_logit_softcapping": meta.real("final_logit_softcapping", 30.0),
+        "hidden_size_per_layer_input": meta.whole("embedding_length_per_layer_input", 0, least=0),
+        "num_kv_shared_layers": meta.whole("attention.shared_kv_layers", 0, least=0),
+        "enable_moe_block": bool(experts),
+    }  # fmt: skip
+
+
+_GEMMA3_BLOCK = {k: r for k, r in _MLP.items() if k.endswith(".weight")} | {
+    "attn_norm.weight": Rule("input_layernorm.weight"),
+    "attn_q.weight": Rule("self_attn.q_proj.weight"),
+    "attn_k.weight": Rule("self_attn.k_proj.weight"),
+    "attn_q_norm.weight": Rule("self_attn.q_norm.weight"),
+    "attn_k_norm.weight": Rule("self_attn.k_norm.weight"),
+    "post_attention_norm.weight": Rule("post_attention_layernorm.weight"),
+    "ffn_norm.weight": Rule("pre_feedforward_layernorm.weight"),
+    "post_ffw_norm.weight": Rule("post_feedforward_layernorm.weight"),
+}
+_GEMMA4_BLOCK = _GEMMA3_BLOCK | {
+    "post_ffw_norm_1.weight": Rule("post_feedforward_layernorm_1.weight"),
+    "pre_ffw_norm_2.weight": Rule("pre_feedforward_layernorm_2.weight"),
+    "post_ffw_norm_2.weight": Rule("post_feedforward_layernorm_2.weight"),
+    "ffn_gate_inp.weight": Rule("router.proj.weight"),
+    "ffn_gate_inp.scale": Rule("router.scale"),
+    "ffn_gate_up_exps.weight": Rule("experts.gate_up_proj"),
+    "ffn_gate_exps.weight": Rule("experts.gate_proj"),
+    "ffn_up_exps.weight": Rule("experts.up_proj"),
+    "ffn_down_exps.weight": Rule("experts.down_proj"),
+    "ffn_down_exps.scale": Rule("router.per_expert_scale"),
+    "layer_output_scale.weight": Rule("layer_scalar"),
+}
 _MIXTURE = {
     "ffn_gate_inp.weight": Rule("mlp.gate.weight"),
     "ffn_gate_exps.weight": Rule("mlp.experts.gate_proj"),
@@ -490,10 +597,12 @@ _QWEN3_NEXT_BLOCK = (
 )
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture("llama", _llama_config, _GLOBALS | {"rope_freqs.weight": Rule("rope_freqs.weight")}, _LLAMA_BLOCK, {}),
+    Architecture("llama", _llama_config, _GLOBALS | _FREQS, _LLAMA_BLOCK, {}),
     Architecture("qwen35", _qwen35_dense_config, _GLOBALS, _QWEN35_BLOCK, _QWEN35_MTP),
     Architecture("qwen35moe", _qwen35_moe_config, _GLOBALS, _QWEN35_BLOCK | _MIXTURE, _QWEN35_MTP),
     Architecture("qwen3next", _qwen3_next_config, _GLOBALS, _QWEN3_NEXT_BLOCK, {}),
+    Architecture("gemma3", _gemma3_config, _GLOBALS, _GEMMA3_BLOCK, {}),
+    Architecture("gemma4", _gemma4_config, _GLOBALS | _FREQS, _GEMMA4_BLOCK, {}),
 )
 
 

@@ -12,7 +12,7 @@ from ninfer.artifacts import TensorInfo
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import KVFormat
 from ninfer.ir.graph import Graph, Rows, Value, WeightSpec
-from ninfer.ir.ops.elementwise import silu_mul
+from ninfer.ir.ops.elementwise import gelu_mul, silu_mul, soft_cap
 from ninfer.ir.ops.embed import take_rows
 from ninfer.ir.ops.journal import ring_state, ring_store
 from ninfer.ir.ops.linear import linear, linear_add, linear_swiglu
@@ -218,6 +218,13 @@ def mlp(g: Graph, w: Stored, prefix: str, h: Value, residual: Value, *, hidden: 
     return linear_add(g, y, w.matrix(f"{prefix}down_proj.weight", hidden, inner), residual)
 
 
+def geglu(g: Graph, w: Stored, prefix: str, h: Value, *, hidden: int, inner: int) -> Value:
+    """down(gelu_tanh(gate h) * up h)."""
+    gate, up = (w.matrix(f"{prefix}{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+    (y,) = linear(g, gelu_mul(g, *linear(g, h, gate, up)), w.matrix(f"{prefix}down_proj.weight", hidden, inner))
+    return y
+
+
 HIDDEN_RING = "mtp.hidden"  # final hidden values by cache position, after the norm
 
 
@@ -232,8 +239,10 @@ def finish(
     mode: str,
     domain: int,
     hidden_rows: int = 0,
+    cap: float = 0.0,
 ) -> None:
-    """Norm and head on the logit rows, and what `mode` makes of the logits. hidden_rows: of the drafter's ring."""
+    """Norm and head on the logit rows, and what `mode` makes of the logits. hidden_rows: of the drafter's ring; cap:
+    logits become cap * tanh(logits / cap), 0: they stay."""
     if hidden_rows:
         hidden = rms_norm(g, x, norm, eps=eps, offset=offset)
         ring_store(g, hidden, hidden_ring(g, width_of(hidden), hidden_rows))
@@ -241,6 +250,8 @@ def finish(
     else:
         hidden = rms_norm(g, take_rows(g, x, g.step["logit_rows"]), norm, eps=eps, offset=offset)
     (logits,) = linear(g, hidden, head)
+    if cap:
+        logits = soft_cap(g, logits, cap)
     match mode:
         case "sample" | "verify":
             sample(g, logits, domain=domain)

@@ -116,7 +116,7 @@ class Tokenizer:
                     raise ArtifactError(f"{files.origin}: added token {token['content']!r} cannot have id {id}")
         added = backend.get_added_tokens_decoder()
         spec = json.loads(text)
-        spec["added_tokens"] = []
+        spec["added_tokens"] = [t for t in spec.get("added_tokens") or [] if _is_blank(t["content"])]
         bos = config.get("bos_token")
         bos_text = bos.get("content") if isinstance(bos, dict) else bos
         return Tokenizer(
@@ -143,21 +143,24 @@ class Tokenizer:
         kind = get("model")
         if kind == "gpt2":
             backends = [_gpt2(tokens, get("merges") or [], get("pre"), origin) for _ in range(2)]
-        elif kind == "llama":
+        elif kind in ("llama", "gemma4"):
             prefix = bool(get("add_space_prefix", True))
             backends = [_sentencepiece(tokens, get("scores") or [], get("merges"), prefix) for _ in range(2)]
         else:
-            raise ArtifactError(f"{origin}: tokenizer model {kind!r} is not supported; supported are gpt2 and llama")
+            raise ArtifactError(
+                f"{origin}: tokenizer model {kind!r} is not supported; supported are gpt2, llama and gemma4"
+            )
         marked = [(t, k) for t, k in zip(tokens, types, strict=False) if k in (CONTROL, USER_DEFINED)]
         backends[0].add_tokens([AddedToken(t, normalized=False, special=k == CONTROL) for t, k in marked])
+        backends[1].add_tokens([AddedToken(t, normalized=False, special=False) for t, k in marked if _is_blank(t)])
         return Tokenizer(
             backends[0],
             backends[1],
             bos_id=get("bos_token_id"),
-            add_bos=bool(get("add_bos_token", kind == "llama")),
+            add_bos=bool(get("add_bos_token", kind != "gpt2")),
             special=frozenset(i for i, k in enumerate(types) if k == CONTROL and tokens[i] not in MARKUP),
             added=frozenset(i for i, k in enumerate(types) if k in (CONTROL, USER_DEFINED)),
-            sentencepiece=kind == "llama",
+            sentencepiece=kind != "gpt2",
         )
 
     @property
@@ -214,6 +217,11 @@ class Tokenizer:
         if all(c in _BYTE_OF for c in token):
             return bytes(_BYTE_OF[c] for c in token)
         return token.encode()
+
+
+def _is_blank(token: str) -> bool:
+    """Runs of spaces or line breaks, which some vocabularies have as whole tokens: no control token reads like that."""
+    return not token.strip("▁ \n\t\r")
 
 
 def _gpt2(tokens: Sequence[str], merges: Sequence[str], pre: object, origin: str) -> Backend:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import DATA, oracle, part, runner
 from drawn import STATE_STEP, checkpoint, kept
-from gguf_writer import matrices_in, write_gguf
+from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 
 from ninfer.artifacts import open_artifact
 from ninfer.config import EngineConfig
@@ -23,7 +23,7 @@ from ninfer.models.family import Rounds
 from ninfer.runtime import load as loading
 
 # float32 sums in another order. Gemma's own reference is 9e-5 from a computation in float64.
-ATOL = {"qwen3_5_moe": 1e-4, "qwen3_next": 1e-4}
+ATOL = {"qwen3_5_moe": 1e-4, "qwen3_next": 1e-4, "gemma4_moe": 3e-4, "gemma4_moe_hd512": 3e-4}
 NAMES = tuple(ATOL)
 FILES = (*NAMES, *(f"{name}.gguf" for name in NAMES))
 
@@ -35,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     for name in NAMES:
         found[name] = checkpoint(DATA / name, folder / name)
         found[f"{name}.gguf"] = folder / f"{name}.gguf"
-        write_gguf(open_artifact(found[name]), found[f"{name}.gguf"], matrices_in(by_name("bf16")))
+        write = write_gemma4_gguf if name.startswith("gemma4") else write_gguf
+        write(open_artifact(found[name]), found[f"{name}.gguf"], matrices_in(by_name("bf16")))
     return found
 
 
