@@ -54,6 +54,10 @@ class Body:
     first_block: int = 0
     blocks: int = 0
     comment: str = ""
+    whole: int = 0  # units of each block, the rest being cut along K into `parts` each
+    parts: int = 1
+    first_ticket: int = 0
+    cuts_at: int = 0  # floats before this body's sums of cuts
 
     @property
     def units(self) -> int:
@@ -64,6 +68,18 @@ class Body:
         return self.first_block + self.blocks
 
     @property
+    def left(self) -> int:
+        """Units that several blocks share."""
+        return self.units - self.whole * self.blocks if self.parts > 1 else 0
+
+    @property
+    def most_tiles(self) -> int:
+        """Of a block."""
+        if self.parts > 1:
+            return (self.whole + 1) * self.unit_tiles
+        return -(-self.units // self.blocks) * self.unit_tiles
+
+    @property
     def factor(self) -> float:
         return 1.0 if self.tiling is None else 2.0 ** (self.tiling.bits - 8)
 
@@ -71,6 +87,19 @@ class Body:
     def nbytes(self) -> int:
         k_bytes = self.tiling.row_bytes if self.tiling else self.chunks
         return self.tiles * k_bytes
+
+
+@frozen
+class Riders:
+    """Rows of plain matrices that are dealt out to the blocks of tiled ones. most: rows of a block."""
+
+    weights: tuple[Weight, ...]
+    n: int
+    dtype: str
+    nbytes: int
+    most: int
+    pieces: int  # of 16 columns, of a lane
+    comment: str
 
 
 @frozen
@@ -84,6 +113,9 @@ class Places:
     red: int
     squares: int
     inverse: int
+    kept: int
+    next: int
+    riders: int
     bars: int
     end: int
 
@@ -102,6 +134,8 @@ class Operands:
     quant: int
     eps: float
     offset: float
+    weigh: int = 0
+    next_norm: int | None = None
 
 
 def operands(op: Op, types: Types) -> Operands:
@@ -112,7 +146,8 @@ def operands(op: Op, types: Types) -> Operands:
         assert isinstance(k, int)
         return Operands(
             types[0], k, tuple((i, types[i]) for i in matrices), at if op.norm else None, op.packed,
-            num_inputs - 1 if op.epilogue == "add" else None, op.epilogue == "swiglu", op.quant, op.eps, op.offset,
+            num_inputs - 1 - (op.weigh > 0) if op.epilogue == "add" else None, op.epilogue == "swiglu", op.quant,
+            op.eps, op.offset, op.weigh, num_inputs - 1 if op.weigh else None,
         )  # fmt: skip
     k = types[0].shape[1]
     assert isinstance(k, int)
@@ -134,16 +169,19 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     if not matrices or any(inputs[i].fmt is None for i in matrices) or any(t.fmt is not None for t in outs):
         return False
     if op.epilogue == "add":
-        return len(inputs) == at + (1 if op.norm else 0) + 2
+        return len(inputs) == at + op.norm + 2 + (op.weigh > 0)
     return True
 
 
-def _bodies(o: Operands, warps: int, span: int, blocks: int, ga: int, batch: int) -> tuple[Body, ...]:
-    """One body per format, blocks shared out in proportion to bytes."""
+def _bodies(
+    o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = ()
+) -> tuple[Body, ...]:
+    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's."""
     groups: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
     for i, t in o.weights:
         assert t.fmt is not None
-        groups.setdefault(t.fmt, []).append((i, t))
+        if i not in without:
+            groups.setdefault(t.fmt, []).append((i, t))
     bodies = []
     outputs = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}
     starts = {i: sum(_height(t) for _, t in o.weights[:j]) for j, (i, _) in enumerate(o.weights)}
@@ -153,7 +191,7 @@ def _bodies(o: Operands, warps: int, span: int, blocks: int, ga: int, batch: int
             n = _height(t)
             weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, starts[i], fmt))
             tiles += -(-n // TILE_ROWS)
-        unit = (batch if o.quant else 2) if o.swiglu else 1
+        unit = (o.quant // 8 if o.quant else 2) if o.swiglu else o.weigh // 16 if o.weigh else 1
         layout = layout_of(fmt)
         names = f"{fmt.name}: " + ", ".join(f"{w.arg} [{w.n}, {o.k}]" for w in weights)
         if layout.tiled:
@@ -168,7 +206,29 @@ def _bodies(o: Operands, warps: int, span: int, blocks: int, ga: int, batch: int
             stride = (align_up(2 * padded, 128) + 64) // 2
             bodies.append(Body("", None, fmt.dtype.name, tuple(weights), tiles, unit,
                                TILE_ROWS * o.k * fmt.dtype.nbytes, 1, 0, 0, padded, stride, comment=names))  # fmt: skip
-    return _share(bodies, blocks)
+    return _share(bodies, blocks, split)
+
+
+def _riders(o: Operands, plain: Sequence[int], warps: int, blocks: int) -> Riders | None:
+    """The plain matrices, where they are few rows beside tiled ones, given codes, and only stored."""
+    formats = {i: t.fmt for i, t in o.weights if t.fmt is not None}
+    columns = {layout_of(f).tiling(o.k).columns for i, f in formats.items() if i not in plain}
+    kinds = {formats[i].dtype for i in plain}
+    if len(kinds) != 1 or len(columns) != 1 or not o.packed or o.swiglu or o.residual is not None or o.k % 16:
+        return None
+    ((tile,), (dtype,)) = columns, kinds
+    assert dtype is not None
+    outputs, weights, n = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}, list[Weight](), 0
+    for i, t in o.weights:
+        if i in plain:
+            weights.append(Weight(f"a{i}", outputs[i], _height(t), 0, n, formats[i]))
+            n += _height(t)
+    chunks = -(-o.k // tile)
+    pieces, most = -(-(-(-chunks // warps) * tile) // 512), -(-n // blocks)
+    if most * pieces * dtype.nbytes > 8:
+        return None
+    comment = f"{dtype.name}: " + ", ".join(f"{w.arg} [{w.n}, {o.k}]" for w in weights)
+    return Riders(tuple(weights), n, dtype.name, dtype.nbytes, most, pieces, comment)
 
 
 def _height(t: TensorType) -> int:
@@ -177,13 +237,21 @@ def _height(t: TensorType) -> int:
     return n
 
 
-def _share(bodies: Sequence[Body], blocks: int) -> tuple[Body, ...]:
+def _share(bodies: Sequence[Body], blocks: int, split: int) -> tuple[Body, ...]:
+    """split: the most parts that a unit is cut into."""
     total = sum(b.nbytes for b in bodies)
-    counts = [max(1, min(b.units, round(blocks * b.nbytes / total))) for b in bodies]
-    out, at = [], 0
-    for b, n in zip(bodies, counts, strict=True):
-        out.append(evolve(b, first_block=at, blocks=n))
+    out, at, tickets, cuts_at = [], 0, 0, 0
+    for b in bodies:
+        n = max(1, round(blocks * b.nbytes / total))
+        whole, left = divmod(b.units, n)
+        parts = min(split, n // left, b.chunks) if left and b.tiling else 1
+        if parts < 2:
+            n, whole, parts = min(n, b.units), 0, 1
+        b = evolve(b, first_block=at, blocks=n, whole=whole, parts=parts, first_ticket=tickets, cuts_at=cuts_at)
+        out.append(b)
         at += n
+        tickets += b.left
+        cuts_at += b.left * b.parts * b.unit_tiles * TILE_ROWS
     return tuple(out)
 
 
@@ -192,7 +260,9 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
 
     tuning: warps, stages of span tiles (fewer where shared memory is short), blocks (in all), bulk (1: sm_90's copy
     engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB of shared memory), group
-    (columns per activation scale, where the route quantises).
+    (columns per activation scale, where the route quantises), late (fills of a warp's ring that are still to come when
+    the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
+    blocks note the times of their phases).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -208,11 +278,15 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     nt = -(-rows // 8)
     warps = tuning["warps"]
     ga = o.packed or tuning.get("group", 64)
-    batch = o.quant // 8 if o.swiglu and o.quant else 4 if rows <= 2 else 2
+    batch = o.quant // 8 if o.quant else o.weigh // 16 if o.weigh else 4 if rows <= 2 else 2
     halves = 2 if rows <= 4 else 1  # of the buffer of partial sums; one half costs a second barrier per batch
     span, blocks = tuning.get("span", 1), tuning["blocks"]
-    bodies = _bodies(o, warps, span, blocks, ga, batch)
-    threads = 32 * warps
+    split, plain = tuning.get("split", 1), [i for i, t in o.weights if t.fmt and t.fmt.dtype]
+    bodies = _bodies(o, warps, span, blocks, ga, split, plain)
+    riders = _riders(o, plain, warps, sum(b.blocks for b in bodies))
+    if plain and riders is None:
+        bodies = _bodies(o, warps, span, blocks, ga, split)
+    blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
@@ -229,21 +303,42 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     place("xd", kp // ga * 8 * nt * 4)
     place("xs", max((kp // s * 8 * nt * 4 for s in sums), default=0))
     place("red", halves * batch * warps * 16 * rows * 4)
-    place("squares", rows * warps * 4 if o.norm is not None else 0)
+    place("squares", rows * warps * 4 if o.norm is not None and not o.packed else 0)
     place("inverse", rows * 4 if o.norm is not None else 0)
+    kept = TILE_ROWS * max(b.most_tiles for b in bodies) if o.residual is not None else 0
+    holds = -(-kept * rows // threads)
+    if holds > 8:
+        kept = holds = 0
+    place("kept", 4 * kept * rows)
+    place("next", 4 * kept if o.weigh else 0)
+    place("riders", riders.most * rows * warps * 4 if riders else 0)
     place("bars", warps * stages * 8)
     n_out = o.weights[0][1].shape[0]
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
-        "halves": halves, "bodies": bodies, "blocks": sum(b.blocks for b in bodies), "at": Places(**offsets, end=at),
+        "halves": halves, "bodies": bodies, "blocks": blocks, "at": Places(**offsets, end=at), "riders": riders,
+        "late": tuning.get("late", -1), "tickets": sum(b.left for b in bodies), "kept": kept, "holds": holds,
+        "stamps": tuning.get("stamps", 0), "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
         "residual": "" if o.residual is None else f"a{o.residual}",
-        "swiglu": o.swiglu, "quant": o.quant, "y_codes": "y0", "y_scale": "y1",
-        "parameters": _names(o, types),
+        "swiglu": o.swiglu, "quant": o.quant, **_weighing(o), "parameters": _names(o, types),
     }  # fmt: skip
+
+
+def _weighing(o: Operands) -> dict[str, Any]:
+    """weigh, the next norm's weight, and where codes and scales go."""
+    codes, scale = ("y1", "y2") if o.weigh else ("y0", "y1")
+    next_norm = "" if o.next_norm is None else f"a{o.next_norm}"
+    return {"weigh": o.weigh, "next_norm": next_norm, "y_codes": codes, "y_scale": scale}
+
+
+def _cuts(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
+    """Bytes of the sums of cuts."""
+    c = stream(op, types, env, tuning)
+    return sum(b.left * b.parts * b.unit_tiles * TILE_ROWS * c["T"] * 4 for b in c["bodies"])
 
 
 def _rows(o: Operands, env: Env) -> int:
@@ -252,7 +347,7 @@ def _rows(o: Operands, env: Env) -> int:
 
 
 def _num_inputs(o: Operands) -> int:
-    return max([i for i, _ in o.weights] + [o.residual or 0]) + 1
+    return max([i for i, _ in o.weights] + [o.residual or 0, o.next_norm or 0]) + 1
 
 
 def _names(o: Operands, types: Types) -> str:
@@ -261,6 +356,8 @@ def _names(o: Operands, types: Types) -> str:
     names = [f"const {'u8' if t.fmt or t.dtype.bits == 8 else 'f32'}* a{i}" for i, t in enumerate(types[:num_inputs])]
     if o.quant:
         return ", ".join([*names, "u8* y0", "f32* y1"])
+    if o.weigh:
+        return ", ".join([*names, "f32* y0", "u8* y1", "f32* y2", "f32* y3"])
     return ", ".join([*names, *(f"f32* y{i}" for i in range(1 if o.swiglu else len(o.weights)))])
 
 
@@ -268,7 +365,7 @@ def exact(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     o = operands(op, types)
     rows, warps = _rows(o, env), tuning["warps"]
     bodies, at = [], 0
-    for b in _bodies(o, warps, 1, 1, SLICE, 2):
+    for b in _bodies(o, warps, 1, 1, SLICE):
         n = b.tiles // (2 if o.swiglu else 1)
         bodies.append(evolve(b, first_block=at, blocks=n))
         at += n
@@ -333,15 +430,15 @@ def gemm(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     x_at = 0 if stored or "warps" in tuning else align_up(2 * total * o.k, 256)
     product_at = x_at + align_up(2 * rows * o.k, 256)
     end = product_at + (0 if direct else align_up(2 * rows * total, 256))
-    bodies = _bodies(o, 1, 1, 1, SLICE, 2)
+    bodies = _bodies(o, 1, 1, 1, SLICE)
     items = sum(-(-w.n // TILE_ROWS) * (b.chunks if b.tiling else -(-o.k // 256)) for b in bodies for w in b.weights)
     first = o.x.shape[0]
-    workspace = _num_inputs(o) + (2 if o.quant else 1 if o.swiglu else len(o.weights))
+    workspace = _num_inputs(o) + (4 if o.weigh else 2 if o.quant else 1 if o.swiglu else len(o.weights))
     return {
         "T": rows, "K": o.k, "N": _height(o.weights[0][1]), "NS": total, "bodies": bodies, "items": items,
         "at": GemmPlaces(0, x_at, product_at, end), "packed": o.packed, "x": "a0", "x_scale": "a1",
         "x_codes": align_up(o.k, o.packed or 1), "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
-        "offset": o.offset, "swiglu": o.swiglu, "quant": o.quant, "y_codes": "y0", "y_scale": "y1",
+        "offset": o.offset, "swiglu": o.swiglu, "quant": o.quant, **_weighing(o),
         "residual": "" if o.residual is None else f"a{o.residual}", "parameters": _names(o, types),
         "m": rows, "n": total, "k": o.k, "a": workspace, "a_offset": x_at,
         "b": o.weights[0][0] if stored else workspace, "b_offset": 0,
@@ -394,8 +491,9 @@ def _wide_loads(op: Op, types: Types) -> str | None:
     o = operands(op, types)
     if o.k % 8:
         return f"rows of {o.k} values do not begin at multiples of 16 bytes"
-    if o.quant and (_height(o.weights[0][1]) % o.quant or o.quant not in (32, 64, 128)):
-        return f"{_height(o.weights[0][1])} outputs are not whole groups of {o.quant}"
+    group = o.quant or o.weigh
+    if group and (_height(o.weights[0][1]) % group or group not in (32, 64, 128)):
+        return f"{_height(o.weights[0][1])} outputs are not whole groups of {group}"
     return _readable(op, types)
 
 
@@ -439,7 +537,7 @@ def _stream_route(
     return Route(
         name=f"{snake(op.__name__)}.{name}.{high}", op=op, device="cuda", template="cuda/linear_stream.cu.j2",
         geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,), refuse=_fits(high, limit, tunings),
-        tunings=tunings, rtol=RTOL,
+        tunings=tunings, rtol=RTOL, workspace=_cuts,
     )  # fmt: skip
 
 
@@ -491,9 +589,11 @@ def _exact_route(op: type[Op]) -> Route[Any]:
 def routes(units: int) -> tuple[Route[Any], ...]:
     """All of them, with grids for a GPU of so many multiprocessors."""
     bulk = ({"warps": 10, "stages": 4, "blocks": units, "bulk": 1, "resident": 2},
-            {"warps": 8, "stages": 5, "blocks": units, "bulk": 1, "resident": 2})  # fmt: skip
+            {"warps": 8, "stages": 5, "blocks": units, "bulk": 1, "resident": 2},
+            {"warps": 10, "stages": 4, "blocks": units, "bulk": 1, "resident": 2, "late": 2, "split": 8})  # fmt: skip
     copies = ({"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48},
-              {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99})  # fmt: skip
+              {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99},
+              {"warps": 8, "stages": 3, "blocks": units, "bulk": 0, "resident": 2, "limit": 48, "late": 1, "split": 8})  # fmt: skip
     found: list[Route[Any]] = []
     for op in OPS:
         found += [_stream_route(op, low, high, "bulk", "sm90a", 227, bulk) for low, high in WIDTHS]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from ninfer.formats.dtypes import F32, I8
@@ -96,14 +96,18 @@ class FusedLinear(Op):
     """A product with what stands before and after it:
 
         x = dequantize(codes, d)                      packed > 0: groups of `packed` values; otherwise x is given
-        x = RmsNorm(eps, offset)(x, w)                if norm
+        x = RmsNorm(eps, offset)(x, w)                if norm and x is given
+        x = x / sqrt(sum(squares) / K + eps)          if norm and packed: codes of weighed values, not yet normalised
         y_i = x W_i^T                                 epilogue "none"
         y = x W_0^T + residual                        "add"
         y = silu(x W_0^T) * (x W_1^T)                 "swiglu"
         y = quantize(y)                               quant > 0: groups of `quant` values
+        y, quantize(y * (w_n + offset)), squares      weigh > 0: for a norm that follows; squares are sums of y^2 per
+                                                      group of `weigh` values
 
-    Arguments: x [R, K], or codes i8 [R, K'] and d [R, K' / packed]; w [K] if norm; W_i [N_i, K]; residual [R, N] with
-    "add". Results: y_i [R, N_i], or codes and d.
+    Arguments: x [R, K], or codes i8 [R, K'] and d [R, K' / packed]; w [K] if norm, or squares [R, K' / packed];
+    W_i [N_i, K]; residual [R, N] with "add"; w_n [N] if weigh. Results: y_i [R, N_i], or codes and d; if weigh, y,
+    codes, d and squares.
     """
 
     norm: bool = False
@@ -112,38 +116,46 @@ class FusedLinear(Op):
     quant: int = 0
     eps: float = 1e-6
     offset: float = 0.0
+    weigh: int = 0
 
     def split(self, args: Sequence[TensorType]) -> tuple[int, list[int]]:
         """Index of the norm's weight (or the first matrix), and of the matrices."""
         at = 2 if self.packed else 1
         first = at + (1 if self.norm else 0)
-        return at, list(range(first, len(args) - (1 if self.epilogue == "add" else 0)))
+        return at, list(range(first, len(args) - (self.epilogue == "add") - (self.weigh > 0)))
 
     def infer(self, args: Types) -> Types:
         at, matrices = self.split(args)
         require(self, self.epilogue in ("none", "add", "swiglu"), f"epilogue {self.epilogue!r}")
-        require(self, not (self.norm and self.packed), "normalises values, not codes")
+        require(self, not self.weigh or (self.epilogue == "add" and not self.quant), "weighs sums with a residual")
         require(self, len(matrices) == {"none": max(1, len(matrices)), "add": 1, "swiglu": 2}[self.epilogue],
                 f"{len(matrices)} weights for {self.epilogue}")  # fmt: skip
         rows, k = args[0].shape[0], args[matrices[0]].shape[1]
         assert isinstance(k, int)
         want = packed_types(rows, k, self.packed) if self.packed else (TensorType((rows, k)),)
         require(self, args[:at] == want, f"activations are {args[0]}, weights have rows of {k}")
-        require(self, not self.norm or args[at].shape == (k,), f"the norm's weight is {args[at]}, rows have {k}")
+        by = want[1] if self.packed else TensorType((k,))
+        require(self, not self.norm or args[at].shape == by.shape, f"the norm's {args[at]} is not {by}")
         for i in matrices:
             w = args[i]
             require(self, len(w.shape) == 2 and w.fmt is not None and w.shape[1] == k, f"weight {i} is {w}")
         outs = tuple(TensorType((rows, args[i].shape[0])) for i in matrices)
         if self.epilogue == "add":
-            require(self, args[-1] == outs[0], f"residual is {args[-1]}, the product {outs[0]}")
+            residual = args[-2 if self.weigh else -1]
+            require(self, residual == outs[0], f"residual is {residual}, the product {outs[0]}")
         if self.epilogue == "swiglu":
             require(self, outs[0] == outs[1], f"gate is {outs[0]}, up is {outs[1]}")
             outs = outs[:1]
-        if self.quant:
+        if self.quant or self.weigh:
             (out,) = outs
             n = out.shape[1]
             assert isinstance(n, int)
-            return packed_types(rows, n, self.quant)
+            if self.quant:
+                return packed_types(rows, n, self.quant)
+            require(self, n % self.weigh == 0, f"{n} outputs are not whole groups of {self.weigh}")
+            require(self, args[-1].shape == (n,), f"the next norm's weight is {args[-1]}, rows have {n}")
+            codes, d = packed_types(rows, n, self.weigh)
+            return out, codes, d, d
         return outs
 
     def reference(self, args: Arrays) -> Arrays:
@@ -153,9 +165,13 @@ class FusedLinear(Op):
         else:
             x = f32_array(args[0])
         rest: list[Array] = list(args[at:])
-        if self.norm:
+        if self.norm and self.packed:
+            mean = f32_array(rest.pop(0)).sum(axis=1, dtype=np.float64) / rest[0].shape[1]
+            x = (x / np.sqrt(mean + self.eps)[:, None]).astype(np.float32)
+        elif self.norm:
             (normed,) = RmsNorm(self.eps, self.offset).reference((x, rest.pop(0)))
             x = f32_array(normed)
+        weight = f32_array(rest.pop()) if self.weigh else None
         residual = f32_array(rest.pop()) if self.epilogue == "add" else None
         weights = [f32_array(w) for w in rest]
         ys = [x[:, : w.shape[1]] @ w.T for w in weights]
@@ -163,6 +179,9 @@ class FusedLinear(Op):
             ys = [ys[0] + residual]
         if self.epilogue == "swiglu":
             ys = [ys[0] / (1 + np.exp(-ys[0])) * ys[1]]
+        if weight is not None:
+            squares = np.square(ys[0]).reshape(len(x), -1, self.weigh).sum(axis=2)
+            return (ys[0], *quantize(ys[0] * (weight + np.float32(self.offset)), self.weigh), squares)
         return quantize(ys[0], self.quant) if self.quant else tuple(ys)
 
     def work(self, args: Types, env: Env) -> Work:
@@ -196,6 +215,15 @@ class FusedLinear(Op):
                            (codes, d, big[1], small[1]), env)  # fmt: skip
                 yield Case(cls(packed=32, epilogue="swiglu"), f"packed-swiglu-{name}-r{n_rows}",
                            (*packed, big[0], other[0]), (codes, d, big[1], other[1]), env, 5e-5, 5e-5)  # fmt: skip
+                st, squares = packed[1], np.square(f32_array(x)).reshape(n_rows, -1, 32).sum(axis=2)
+                late = cls(norm=True, packed=32, eps=1e-5)
+                yield Case(late, f"late-norm-{name}-r{n_rows}", (*packed, st, big[0], small[0]),
+                           (codes, d, squares, big[1], small[1]), env)  # fmt: skip
+                yield Case(evolve(late, epilogue="swiglu", quant=32), f"late-swiglu-{name}-r{n_rows}",
+                           (*packed, st, big[0], other[0]), (codes, d, squares, big[1], other[1]), env)  # fmt: skip
+                nt, n = cw.vector(96, seed=7)
+                yield Case(cls(packed=32, epilogue="add", offset=1.0, weigh=32), f"weigh-{name}-r{n_rows}",
+                           (*packed, big[0], rt, nt), (codes, d, big[1], r, n), env)  # fmt: skip
 
 
 def _env(n_rows: int) -> Env:
