@@ -131,8 +131,8 @@ def main() -> None:
             print(json.dumps({**row, "threads": args.threads, "model": Path(path).name}))
     if args.only in "8 requests / 1 request":
         runs = [(ours.batch(tokens, 16, 32, 1), ours.batch(tokens, 16, 32, 8)) for _ in range(args.rounds + 1)][1:]
-        print(f"{'8 requests / 1 request':32} {_text([one for one, _ in runs]):>22} {_text([all for _, all in runs]):>22} "
-              f"{_text([all / one for one, all in runs], 2):>18}")  # fmt: skip
+        print(f"{'8 requests / 1 request':32} {_text([one for one, _ in runs]):>22} {_text([a for _, a in runs]):>22} "
+              f"{_text([a / one for one, a in runs], 2):>18}")  # fmt: skip
 
 
 def _text(values: list[float], digits: int = 1) -> str:

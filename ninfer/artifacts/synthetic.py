@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
+from ninfer.artifacts.synthetic_text import CHAT_TEMPLATE, byte_tokenizer
 from ninfer.errors import UsageError
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 from ninfer.formats.tile import TILE, make_tile
@@ -141,8 +142,7 @@ class SyntheticArtifact(Artifact):
     """Rows of `get` repeat every TILE rows, so that a large matrix is made fast."""
 
     kind = "synthetic"
-    tokenizer_source = None
-    chat_template = None
+    chat_template = CHAT_TEMPLATE
 
     def __init__(self, name: str, format: str | None = None, *, seed: int = 0) -> None:
         """name: with or without the prefix.   Raises UsageError listing what there is."""
@@ -150,7 +150,9 @@ class SyntheticArtifact(Artifact):
         if name not in CONFIGS:
             raise UsageError(f"no synthetic model {name!r}; there are {', '.join(CONFIGS)}")
         self.path, self.display_name = Path(PREFIX + name), name
-        self.config, self.generation_config = CONFIGS[name], {}
+        self.config = CONFIGS[name]
+        self.generation_config = {"eos_token_id": self.config["vocab_size"] - 1}
+        self.tokenizer_source = byte_tokenizer(self.config["vocab_size"])
         self._seed = seed
         first, _, second = (format or DEFAULT_FORMAT.get(name, "q4_g64/q5_g64")).partition("/")
         self._formats = by_name(first), by_name(second or first)

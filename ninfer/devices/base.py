@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 from numpy.typing import NDArray
 
-from ninfer.ir.types import Array, Env
+from ninfer.ir.types import Env, TensorType
+
+if TYPE_CHECKING:
+    from ninfer.devices.plan import Plan
 
 
 @frozen
@@ -55,8 +58,9 @@ class Memory(Protocol):
     Everything is allocated before the first executable is bound.
     """
 
-    def state(self, name: str) -> NDArray[Any]:
-        """A host view of a state (CPU), for the engine's small writes; see write_state for devices."""
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """Arrays of the device, for their shapes."""
 
     def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
         """states[name][index] = values, ordered before the next launch."""
@@ -83,12 +87,22 @@ class Executable(Protocol):
 
 
 class Device(Protocol):
+    """`Memory` objects go back to the device that made them, so they are opaque here."""
+
     @property
     def info(self) -> DeviceInfo: ...
 
     def memory(
-        self,
-        weights: Mapping[str, Array],
-        states: Mapping[str, tuple[tuple[int, ...], Any]],
-        envs: Sequence[Env],
-    ) -> Memory: ...
+        self, weights: Mapping[str, Any], states: Mapping[str, TensorType], env: Env, arena_bytes: int
+    ) -> Memory:
+        """Place the weights, and allocate states for env's slots and pages and an arena for every plan."""
+
+    def compile(self, plans: Sequence[Plan]) -> dict[str, int]:
+        """Handles of all kernels of the plans, by entry."""
+
+    def bind(
+        self, plan: Plan, memory: Any, consts: Mapping[str, NDArray[Any]], entries: Mapping[str, int]
+    ) -> Executable: ...
+
+    def close(self) -> None:
+        """Give up threads and memory; nothing may be launched after it."""

@@ -77,9 +77,6 @@ class CpuMemory:
     states: dict[str, NDArray[Any]]
     arena: NDArray[np.uint8]
 
-    def state(self, name: str) -> NDArray[Any]:
-        return self.states[name]
-
     def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
         self.states[name][index] = values
 
@@ -279,3 +276,6 @@ class CpuBench:
 
     def flush(self) -> None:
         self._ballast.sum(dtype=np.uint64)
+
+    def close(self) -> None:
+        self.device.close()

@@ -177,10 +177,8 @@ class CudaMemory:
     arena_bytes: int
     regions: list[Region]
 
-    def state(self, name: str) -> NDArray[Any]:
-        raise DeviceError(f"state {name} is on the GPU; use read_state and write_state")
-
     def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
+        self.device.enter()
         view = self.states[name][index]
         host = np.ascontiguousarray(np.broadcast_to(values, view.shape), view.dtype)
         if view.flags.c_contiguous:
@@ -191,6 +189,7 @@ class CudaMemory:
         self.device.stream.synchronize()
 
     def read_state(self, name: str, index: Any) -> NDArray[Any]:
+        self.device.enter()
         view = self.states[name][index]
         array: NDArray[Any] = self.device.cupy.asnumpy(view, stream=self.device.stream)
         return array
@@ -735,3 +734,10 @@ class CudaBench:
         self.device.cupy.cuda.runtime.memsetAsync(
             self._ballast.pointer, 1, self._ballast.nbytes, self.device.stream.ptr
         )
+
+    def close(self) -> None:
+        for executable in self._bound.values():
+            executable.free()
+        self._bound.clear()
+        self._arena.free()
+        self.device.close()

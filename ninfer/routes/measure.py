@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import frozen
 from numpy.typing import NDArray
 
-from ninfer.devices.base import DeviceInfo
+from ninfer.devices.base import DeviceInfo, Memory
 from ninfer.devices.plan import BufferRef, Place, Plan
 from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.types import Array, Env, TensorType, f32_array
 from ninfer.routes.lower import PLACES, Arena, Lowering
 from ninfer.routes.profile import Bands, DeviceProfile, op_key
-from ninfer.routes.route import Candidate
+from ninfer.routes.route import Candidate, width_of
 
 MARGIN = 0.03
 REPEAT = 11
@@ -49,6 +49,13 @@ class Bench(Protocol):
 
     def flush(self) -> None:
         """Push everything out of the caches."""
+
+    @property
+    def memory(self) -> Memory:
+        """For states that a step needs to be set."""
+
+    def close(self) -> None:
+        """Give up the device."""
 
 
 @frozen
@@ -98,31 +105,36 @@ def chain_plan(lowering: Lowering, nodes: Sequence[Node], env: Env, candidate: C
 
 
 def calibrate(
-    graph: Graph,
+    graph_at: Callable[[Env], Graph],
     lowering: Lowering,
     bench: Bench,
-    env: Env,
-    widths: Sequence[int],
+    envs: Sequence[Env],
     fill: Callable[[int, Mapping[str, NDArray[Any]], NDArray[Any]], None],
     *,
     only: str = "",
     repeat: int = REPEAT,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Calibration:
-    """Measure all op groups whose key starts with `only`.   env: the largest; fill(width, step, header)."""
-    jobs = [
-        (key, nodes[:MAX_CHAIN], w) for key, nodes in op_groups(graph).items() if key.startswith(only) for w in widths
-    ]
+    """Measure all op groups whose key starts with `only`.
+
+    envs: one for each step width, ascending. graph_at: the graph as the device runs it there. fill(rows, step, header).
+    An op whose width is the same in several steps (a draw, in chunks of any size) is measured in the first.
+    """
+    jobs: dict[tuple[str, int], tuple[list[Node], Env]] = {}
+    for env in envs:
+        for key, nodes in op_groups(graph_at(env)).items():
+            if key.startswith(only):
+                width = width_of(tuple(a.type for a in nodes[0].args), env)
+                jobs.setdefault((key, width), (nodes[:MAX_CHAIN], env))
     timings: list[Timing] = []
     routes: dict[str, list[tuple[int, str]]] = {}
     digests: dict[str, str] = {}
-    for i, (key, nodes, width) in enumerate(jobs):
+    for i, ((key, width), (nodes, env)) in enumerate(sorted(jobs.items(), key=lambda job: job[0])):
         progress(i, len(jobs), f"{key} at {width}")
-        found = list(_measure(lowering, bench, key, nodes, evolve(env, rows=width), fill, repeat))
+        found = list(_measure(lowering, bench, key, width, nodes, env, fill, repeat))
         timings += [t for t, _ in found]
         best = _winner(found, repeat)
-        if best is not None:
-            routes.setdefault(key, []).append((width, best))
+        routes.setdefault(key, []).append((width, best or ""))
         digests[key] = hashlib.sha256("".join(t.candidate for t, _ in found).encode()).hexdigest()[:16]
     progress(len(jobs), len(jobs), "")
     measured: dict[str, dict[str, dict[str, float]]] = {}
@@ -131,7 +143,7 @@ def calibrate(
     info = bench.info
     profile = DeviceProfile(
         info.hardware_class,
-        {key: _bands(points, widths) for key, points in routes.items()},
+        {key: _bands(points) for key, points in routes.items() if any(name for _, name in points)},
         digests,
         measured,
         {"name": info.name, "units": info.units, "date": datetime.date.today().isoformat()},
@@ -143,6 +155,7 @@ def _measure(
     lowering: Lowering,
     bench: Bench,
     key: str,
+    width: int,
     nodes: Sequence[Node],
     env: Env,
     fill: Callable[[int, Mapping[str, NDArray[Any]], NDArray[Any]], None],
@@ -159,7 +172,7 @@ def _measure(
         seconds = float("inf")
         if error <= max(1e-4, candidate.route.rtol or 0.0):
             seconds = statistics.median(_round(bench, run) for _ in range(repeat)) / len(nodes)
-        yield Timing(key, env.rows, candidate.id, seconds, work.nbytes, work.flops, error, i == 0), run
+        yield Timing(key, width, candidate.id, seconds, work.nbytes, work.flops, error, i == 0), run
 
 
 def _round(bench: Bench, run: Callable[[], float]) -> float:
@@ -181,12 +194,10 @@ def _winner(found: Sequence[tuple[Timing, Callable[[], float]]], repeat: int) ->
     return best.candidate if ours < theirs * (1 - MARGIN / 2) else None
 
 
-def _bands(points: Sequence[tuple[int, str]], widths: Sequence[int]) -> Bands:
-    """Winners by width as bands; a width without a winner is an empty band, so that the default holds there."""
-    won = dict(points)
+def _bands(points: Sequence[tuple[int, str]]) -> Bands:
+    """Winners by width as bands; a width without a winner ("") is an empty band, so that the default holds there."""
     bands: list[tuple[int, str]] = []
-    for width in sorted(widths):
-        name = won.get(width, "")
+    for width, name in sorted(points):
         if bands and bands[-1][1] == name:
             bands[-1] = (width, name)
         else:

@@ -11,12 +11,21 @@ from ninfer.devices.base import DeviceInfo
 from ninfer.devices.base import Geometry as Geometry
 from ninfer.errors import NoRoute
 from ninfer.ir.op import Op
-from ninfer.ir.types import Env, Types
+from ninfer.ir.types import Env, Sym, Types
 
 O = TypeVar("O", bound=Op)
 
 Tuning = Mapping[str, int]  # finite template constants: tile sizes, warps, stages
 NO_TUNING: Tuning = {}
+
+
+def width_of(types: Types, env: Env) -> int:
+    """Rows of an op's step: of tokens, of logits or of sequences, whichever its first such argument has."""
+    for type in types:
+        first = type.shape[0] if type.shape else None
+        if first in (Sym.T, Sym.L, Sym.B):
+            return type.concrete(env)[0]
+    return env.rows
 
 
 def _nothing(op: Op, types: Types) -> str | None:
@@ -58,7 +67,7 @@ class Route(Generic[O]):
     device: str  # "cpu" or "cuda"
     template: str  # below ninfer/templates
     geometry: Callable[[O, Types, Env, Tuning], Geometry]
-    widths: tuple[int, int] = (1, 1 << 30)  # inclusive range of rows in Env
+    widths: tuple[int, int] = (1, 1 << 30)  # inclusive range of width_of
     needs: tuple[str, ...] = ()  # features of the device, e.g. "avx2", "sm80", "sm90a"
     refuse: Callable[[O, Types], str | None] = _nothing
     tunings: tuple[Tuning, ...] = (NO_TUNING,)
@@ -76,7 +85,7 @@ class Route(Generic[O]):
         if device.kind == "cuda-sim" and not self.sim:
             return "needs instructions that the simulation lacks"
         low, high = self.widths
-        if not low <= env.rows <= high:
+        if not low <= width_of(types, env) <= high:
             return f"serves widths {low}-{high}"
         missing = [f for f in self.needs if f not in device.features]
         if missing:
@@ -123,7 +132,7 @@ class RouteRegistry:
     def no_route(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> NoRoute:
         args = " ".join(str(t) for t in types)
         return NoRoute(
-            f"no route for {op.key} {args} at width {env.rows} on {device.name}\n"
+            f"no route for {op.key} {args} at width {width_of(types, env)} on {device.name}\n"
             f"{self.explain(op, types, env, device)}\n"
             f"  try: a smaller --prefill-chunk, another --quantize format, or add a route in ninfer/routes/"
         )

@@ -8,7 +8,7 @@ from ninfer.devices.base import DeviceInfo
 from ninfer.ir.op import Op
 from ninfer.ir.types import Env, Types
 from ninfer.routes.profile import DeviceProfile, op_key
-from ninfer.routes.route import Candidate, RouteRegistry
+from ninfer.routes.route import Candidate, RouteRegistry, width_of
 
 
 @define
@@ -31,9 +31,9 @@ class Selector:
         if self.deterministic:
             candidates = self._of_one_tag(op, types, env, candidates)
         key = op_key(op, types)
-        wanted = self.profile.lookup(key, env.rows)
+        wanted = self.profile.lookup(key, width_of(types, env))
         chosen = next((c for c in candidates if c.id == wanted), candidates[0])
-        self.used[key, env.rows] = chosen.id
+        self.used[key, width_of(types, env)] = chosen.id
         return chosen
 
     def _of_one_tag(self, op: Op, types: Types, env: Env, candidates: list[Candidate]) -> list[Candidate]:
@@ -58,4 +58,5 @@ class Selector:
         from ninfer.routes.route import Route
 
         assert isinstance(route, Route)
-        return route.refusal(op, types, evolve(env, rows=route.widths[0]), self.info) is not None
+        low = route.widths[0]
+        return route.refusal(op, types, evolve(env, rows=low, logit_rows=low, seqs=low), self.info) is not None

@@ -15,27 +15,21 @@ from numpy.typing import NDArray
 from ninfer.artifacts import Artifact, open_artifact
 from ninfer.artifacts.demo import demo_path
 from ninfer.artifacts.quantize import quantize
+from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
 from ninfer.config import EngineConfig
 from ninfer.devices.base import DeviceInfo
-from ninfer.devices.cpu import CpuBench, CpuDevice, cpu_info
-from ninfer.devices.programs import ProgramCache, find_compiler
-from ninfer.errors import ArtifactError
+from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
-from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Graph
-from ninfer.ir.types import Array, Env
+from ninfer.ir.types import Env
 from ninfer.models import identify
 from ninfer.models.family import Family, ModelSpec
-from ninfer.routes.lower import Lowering
 from ninfer.routes.measure import Calibration, calibrate
-from ninfer.routes.profile import DeviceProfile, cache_dir, load_profile, save_profile, user_path
-from ninfer.routes.render import Renderer
-from ninfer.routes.route import RouteRegistry
-from ninfer.routes.select import Selector
-from ninfer.routes.tables import REGISTRY
+from ninfer.routes.profile import cache_dir, load_profile, save_profile, user_path
+from ninfer.runtime.backend import Backend, Progress, Report, open_backend
 from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
-from ninfer.runtime.memory_plan import ModelSizes, host_available_bytes, plan_memory
+from ninfer.runtime.memory_plan import ModelSizes, plan_memory
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.runner import (
     CompiledRunner,
@@ -47,12 +41,8 @@ from ninfer.runtime.runner import (
     state_types,
 )
 from ninfer.runtime.steps import fill_step
-from ninfer.runtime.weights import bind_weights
 from ninfer.text.chat import ChatTemplate
 from ninfer.text.tokenizer import Tokenizer
-
-Report = Callable[[str, str], None]
-Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 def no_report(label: str, text: str) -> None:
@@ -76,9 +66,6 @@ class Model:
     def graph(self, mode: str) -> Graph:
         return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode)
 
-    def weights(self, graph: Graph, progress: Progress = no_progress) -> dict[str, Array]:
-        return bind_weights(graph, self.artifact, lambda done, total: progress("binding weights", done, total))
-
 
 @frozen(kw_only=True)
 class Loaded:
@@ -95,8 +82,7 @@ class Loaded:
 
 def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_needed: bool = True) -> Model:
     """Find the file, open it, know its family. Raises ArtifactError or UsageError."""
-    path = demo_path(cache_dir()) if config.model == "demo" else Path(config.model)
-    artifact: Artifact = open_artifact(path)
+    artifact = _open_artifact(config)
     family, spec = identify(artifact.config)
     tokenizer = None
     if tokenizer_needed or artifact.tokenizer_source is not None:
@@ -110,29 +96,12 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
     return Model(artifact, family, spec, kv, tokenizer)
 
 
-def cpu_device(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> CpuDevice:
-    """The host, with its compiler if there is one."""
-    info = cpu_info()
-    threads = config.threads or info.units
-    compiler = None if config.device == "cpu-numpy" else find_compiler()
-    report("device", f"{info.name}  {threads} threads  {' '.join(sorted(info.features)) or 'portable'}")
-    if compiler is None:
-        report("compiler", "none found: every op runs on numpy, slowly; install g++ or clang++, or pip install ziglang")
-        return CpuDevice(info, None, threads)
-    report("compiler", compiler.name)
-    programs = ProgramCache(compiler, cache_dir() / "programs", info.arch)
-    return CpuDevice(info, programs, threads, lambda done, total: progress("compiling kernels", done, total))
-
-
-def lowering_for(device: CpuDevice, config: EngineConfig, report: Report = no_report) -> Lowering:
-    """Routes of the device in default order, with what its profile measured on top."""
-    profile = DeviceProfile(device.info.hardware_class)
-    if config.device_profile != "off":
-        profile = load_profile(device.info, config.device_profile_path)
-        if profile.routes:
-            report("profile", f"{profile.hardware_class}  {len(profile.routes)} ops with a measured choice")
-    registry = REGISTRY if device.programs is not None else RouteRegistry(())
-    return Lowering(Selector(registry, device.info, profile, config.deterministic), Renderer(device.info))
+def _open_artifact(config: EngineConfig) -> Artifact:
+    if config.model.startswith(PREFIX):
+        return SyntheticArtifact(config.model, config.format)
+    if config.format is not None:
+        raise UsageError(f"--format is for synthetic models; for {config.model} give --quantize {config.format}")
+    return open_artifact(demo_path(cache_dir()) if config.model == "demo" else Path(config.model))
 
 
 def load(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> Loaded:
@@ -140,15 +109,16 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
     started = time.perf_counter()
     model = open_model(config, report)
     assert model.tokenizer is not None
-    device = cpu_device(config, report, progress)
+    backend = open_backend(config, report, progress)
+    device = backend.device
     if config.device_profile == "calibrate":
         info, result = calibrate_model(config, progress=lambda done, total, what: progress("calibrating", done, total))
         save_profile(load_profile(info).layered(result.profile), user_path(info))
-    lowering = lowering_for(device, config, report)
+    lowering = backend.lowering(config, report)
     graph = model.graph("sample")
-    weights = model.weights(graph, progress)
-    limits = _limits(model, config, graph, weights, report)
-    plans = plan_widths(lowering, graph, limits)
+    weights = backend.weights(graph, model.artifact, progress)
+    limits = _limits(model, config, backend, graph, weights, report)
+    plans = plan_widths(lowering, lambda env: backend.graph(graph, env), limits)
     entries = device.compile(list(plans.values()))
     arena = max(p.arena_bytes for p in plans.values())
     memory = device.memory(weights, state_types(graph), env_of(limits, limits.max_rows), arena)
@@ -173,14 +143,16 @@ def load_scorer(
     """A plan that gives log-probabilities ("score") or logits ("logits") of every row, for one sequence."""
     config = attrs.evolve(config, max_concurrency=1)
     model = open_model(config, tokenizer_needed=tokenizer_needed)
-    device = cpu_device(config)
+    backend = open_backend(config, no_report, no_progress)
+    device = backend.device
     graph = model.graph(mode)
-    weights = model.weights(graph)
-    limits = _limits(model, config, graph, weights)
+    weights = backend.weights(graph, model.artifact, no_progress)
+    limits = _limits(model, config, backend, graph, weights)
     env = env_of(limits, limits.max_rows, logit_rows=limits.max_rows)
-    plan = lowering_for(device, config).lower(graph, env)
+    plan = backend.lowering(config, no_report).lower(backend.graph(graph, env), env)
     memory = device.memory(weights, state_types(graph), env, plan.arena_bytes)
-    return Scorer(device.bind(plan, memory, const_arrays(graph), device.compile([plan]))), model, limits
+    executable = device.bind(plan, memory, const_arrays(graph), device.compile([plan]))
+    return Scorer(executable, memory), model, limits
 
 
 def calibrate_model(
@@ -192,24 +164,26 @@ def calibrate_model(
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> tuple[DeviceInfo, Calibration]:
     """Time every route for the model's ops at every width."""
-    model = open_model(config, report)
-    device = cpu_device(config, report)
-    lowering = lowering_for(device, attrs.evolve(config, device_profile="off"))
+    model = open_model(config, report, tokenizer_needed=False)
+    backend = open_backend(config, report, no_progress)
+    lowering = backend.lowering(attrs.evolve(config, device_profile="off"), no_report)
     graph = model.graph("sample")
-    weights = model.weights(graph)
-    limits = _limits(model, config, graph, weights)
-    widths = row_buckets(limits.max_rows)
-    env = env_of(limits, limits.max_rows)
-    bench = CpuBench(device, weights, state_types(graph), env, const_arrays(graph))
+    weights = backend.weights(graph, model.artifact, no_progress)
+    limits = _limits(model, config, backend, graph, weights)
+    envs = [env_of(limits, w) for w in row_buckets(limits.max_rows)]
+    bench = backend.bench(weights, state_types(graph), envs[-1], const_arrays(graph))
     table = np.arange(limits.max_pages * limits.slots, dtype=np.int32) % limits.pages
     bench.memory.write_state("page_table", slice(None), table.reshape(limits.slots, -1))
 
     def fill(width: int, step: Mapping[str, NDArray[Any]], header: NDArray[Any]) -> None:
         fill_step(_typical_step(width, limits), step, header)
 
-    return device.info, calibrate(
-        graph, lowering, bench, env, widths, fill, only=only, repeat=repeat, progress=progress
-    )
+    def graph_at(env: Env) -> Graph:
+        return backend.graph(graph, env)
+
+    result = calibrate(graph_at, lowering, bench, envs, fill, only=only, repeat=repeat, progress=progress)
+    bench.close()
+    return backend.info, result
 
 
 def _typical_step(width: int, limits: Limits) -> list[SeqRows]:
@@ -223,18 +197,23 @@ def _typical_step(width: int, limits: Limits) -> list[SeqRows]:
 
 
 def _limits(
-    model: Model, config: EngineConfig, graph: Graph, weights: Mapping[str, Array], report: Report = no_report
+    model: Model,
+    config: EngineConfig,
+    backend: Backend,
+    graph: Graph,
+    weights: Mapping[str, Any],
+    report: Report = no_report,
 ) -> Limits:
     one = Env(rows=1, logit_rows=1, seqs=1)
     states = state_types(graph)
     sizes = ModelSizes(
         context_len=model.spec.context_len,
         domain=model.spec.domain,
-        weight_bytes=sum(w.raw.nbytes if isinstance(w, Packed) else w.nbytes for w in weights.values()),
+        weight_bytes=backend.weight_bytes(weights),
         page_bytes=sum(t.nbytes(one) for n, t in states.items() if n.startswith("kv.")) or 1,
         slot_bytes=sum(t.nbytes(one) for n, t in states.items() if not n.startswith("kv.")),
     )
-    plan = plan_memory(config, sizes, host_available_bytes())
+    plan = plan_memory(config, sizes, backend.free_bytes)
     report("memory", plan.line(model.kv.name))
     return plan.limits
 

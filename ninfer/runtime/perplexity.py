@@ -49,7 +49,7 @@ def score_text(
     """Score a token sequence.   context: tokens of a window (the engine's); stride: half of it by default."""
     context = min(context or limits.context_len, limits.context_len)
     stride = stride or max(1, context // 2)
-    scorer.executable.memory.write_state("page_table", (0, slice(None)), np.arange(limits.max_pages, dtype=np.int32))
+    scorer.memory.write_state("page_table", (0, slice(None)), np.arange(limits.max_pages, dtype=np.int32))
     nll: list[NDArray[np.float64]] = []
     for start, end, first in windows(len(tokens), context, stride):
         window = tokens[start:end]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import define, field
 from numpy.typing import NDArray
 
-from ninfer.devices.cpu import CpuDevice, CpuExecutable, CpuMemory
+from ninfer.devices.base import Device, Executable, Memory
 from ninfer.devices.plan import Plan
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
@@ -32,9 +32,9 @@ class CompiledRunner:
     """One model on one device, with its states. `plans` are by width bucket, ascending."""
 
     limits: Limits
-    device: CpuDevice
-    memory: CpuMemory
-    executables: Mapping[int, CpuExecutable]
+    device: Device
+    memory: Memory
+    executables: Mapping[int, Executable]
     _bias_slots: set[int] = field(factory=set)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
@@ -67,7 +67,8 @@ class CompiledRunner:
 class Scorer:
     """A plan in score or logits mode: the graph's outputs for every row of a chunk."""
 
-    executable: CpuExecutable
+    executable: Executable
+    memory: Memory
 
     def __call__(self, seqs: Sequence[SeqRows], targets: Sequence[int] | None = None) -> Mapping[str, NDArray[Any]]:
         """All rows are logit rows. targets: the token asked of each row (score mode)."""
@@ -80,17 +81,19 @@ class Scorer:
         return self.executable.launch()
 
 
-def plan_widths(lowering: Lowering, graph: Graph, limits: Limits) -> dict[int, Plan]:
-    """A plan for each width bucket."""
-    env = env_of(limits, limits.max_rows)
-    return {w: lowering.lower(graph, evolve(env, rows=w)) for w in row_buckets(limits.max_rows)}
+def plan_widths(lowering: Lowering, graph_at: Callable[[Env], Graph], limits: Limits) -> dict[int, Plan]:
+    """A plan for each width bucket, of the graph as the device runs it at that width."""
+    envs = [env_of(limits, w) for w in row_buckets(limits.max_rows)]
+    return {env.rows: lowering.lower(graph_at(env), env) for env in envs}
 
 
 def env_of(limits: Limits, rows: int, logit_rows: int | None = None) -> Env:
+    """A step of so many rows has at most so many sequences."""
+    seqs = min(rows, limits.max_seqs)
     return Env(
         rows=rows,
-        logit_rows=limits.max_seqs if logit_rows is None else logit_rows,
-        seqs=limits.max_seqs,
+        logit_rows=seqs if logit_rows is None else logit_rows,
+        seqs=seqs,
         slots=limits.slots,
         pages=limits.pages,
         max_pages=limits.max_pages,

@@ -1,0 +1,69 @@
+"""--device: the same model, the same text, on the processor and on the simulated GPU, through the product's loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ninfer.config import EngineConfig
+from ninfer.devices.cuda import cuda_missing
+from ninfer.errors import DeviceError, UsageError
+from ninfer.runtime.backend import open_backend
+from ninfer.runtime.batch import Draw, SeqRows
+from ninfer.runtime.load import calibrate_model, load
+from ninfer.runtime.request import Sampling
+
+
+def config(device: str, model: str = "synthetic:llama-tiny") -> EngineConfig:
+    return EngineConfig(model=model, device=device, max_concurrency=2, prefill_chunk=16, max_context=128, threads=2)
+
+
+def greedy(device: str, count: int = 8) -> tuple[list[int], str]:
+    loaded = load(config(device))
+    runner, draw = loaded.runner, Draw(sampling=Sampling(temperature=0.0), seed=1)
+    runner.set_pages(0, 0, [0, 1])
+    prompt = tuple(range(65, 85))
+    runner.step([SeqRows(slot=0, kv_len=0, tokens=prompt[:16], generated=False, draw=None)])
+    (drawn,) = runner.step([SeqRows(slot=0, kv_len=16, tokens=prompt[16:], generated=False, draw=draw)])
+    ids = []
+    for at in range(20, 20 + count):
+        assert drawn is not None
+        ids.append(drawn.token)
+        (drawn,) = runner.step([SeqRows(slot=0, kv_len=at, tokens=(ids[-1],), generated=True, draw=draw)])
+    text = loaded.explain()
+    runner.close()
+    return ids, text
+
+
+def test_the_simulated_gpu_gives_the_text_of_the_processor() -> None:
+    ids, _ = greedy("cpu")
+    on_gpu, plans = greedy("cuda-sim")
+    assert on_gpu == ids
+    assert "fused_attention" in plans.split("width 16")[0] and "fused_attention" in plans
+
+
+@pytest.mark.gpu
+def test_the_gpu_gives_the_text_of_the_processor() -> None:
+    assert greedy("cuda", 32)[0] == greedy("cpu", 32)[0]
+
+
+def test_auto_is_the_processor_where_there_is_no_gpu() -> None:
+    if cuda_missing() is None:
+        pytest.skip("there is a GPU")
+    lines: list[str] = []
+    backend = open_backend(config("auto"), lambda label, text: lines.append(f"{label} {text}"), lambda *_: None)
+    assert backend.info.kind == "cpu" and not backend.is_gpu
+    assert any(line.startswith("device ") for line in lines)
+    with pytest.raises(DeviceError, match="--device cpu"):
+        open_backend(config("cuda"), lambda *_: None, lambda *_: None)
+
+
+def test_times_of_a_simulation_are_refused() -> None:
+    with pytest.raises(UsageError, match="calibrate cpu or cuda"):
+        calibrate_model(config("cuda-sim"))
+
+
+def test_format_is_for_synthetic_models(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--quantize q4_g64"):
+        load(EngineConfig(model=str(tmp_path), format="q4_g64"))
