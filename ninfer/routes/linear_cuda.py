@@ -588,16 +588,15 @@ def _exact_route(op: type[Op]) -> Route[Any]:
 
 def routes(units: int) -> tuple[Route[Any], ...]:
     """All of them, with grids for a GPU of so many multiprocessors."""
-    bulk = ({"warps": 10, "stages": 4, "blocks": units, "bulk": 1, "resident": 2},
-            {"warps": 8, "stages": 5, "blocks": units, "bulk": 1, "resident": 2},
-            {"warps": 10, "stages": 4, "blocks": units, "bulk": 1, "resident": 2, "late": 2, "split": 8})  # fmt: skip
-    copies = ({"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48},
-              {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99},
-              {"warps": 8, "stages": 3, "blocks": units, "bulk": 0, "resident": 2, "limit": 48, "late": 1, "split": 8})  # fmt: skip
+    bulk = [{"warps": w, "stages": s, "blocks": units, "bulk": 1, "resident": 2, **more}
+            for w, s, more in ((10, 4, {}), (8, 5, {}), (10, 4, {"late": 2, "split": 8}))]  # fmt: skip
+    small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
+    large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
+    copies = [small, large, {**small, "late": 1, "split": 8}]
     found: list[Route[Any]] = []
     for op in OPS:
-        found += [_stream_route(op, low, high, "bulk", "sm90a", 227, bulk) for low, high in WIDTHS]
-        found += [_stream_route(op, low, high, "stream", "sm80", 99, copies) for low, high in WIDTHS]
+        found += [_stream_route(op, low, high, "bulk", "sm90a", 227, tuple(bulk)) for low, high in WIDTHS]
+        found += [_stream_route(op, low, high, "stream", "sm80", 99, tuple(copies)) for low, high in WIDTHS]
         found += [_gemm_route(op, direct, stored) for direct in (False, True) for stored in (False, True)]
         found += [_mma_route(op, direct) for direct in (False, True)]
         if op is not FusedLinear:
