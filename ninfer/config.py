@@ -182,6 +182,7 @@ class ServeConfig:
     )
     api_key_file: Path | None = flag("a file with one key per line", file, value="FILE")
     cors: bool = flag("let web pages of any origin call the server", default=False)
+    webui: bool = flag("serve a chat page at /", default=False)
     max_request_mib: int = flag("largest request body", whole(1), default=384)
     drain_timeout_ms: int = flag("how long running requests may go on when the server stops", whole(), default=5000)
     log_level: str = flag(

@@ -15,7 +15,7 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard, Message, Scope
 
-from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, responses_routes, status
+from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, pages, responses_routes, status
 from ninfer.api.ask import Head
 from ninfer.api.errors import Dialect, Unauthorized, handle, request_id
 from ninfer.api.fields import decode
@@ -31,11 +31,15 @@ from ninfer.runtime.request import EngineClient
 
 Any_Request = Request[Any, Any, Any]
 
-GENERATION: tuple[tuple[tuple[str, ...], Parse], ...] = (
-    (("/v1/chat/completions", "/v1/v1/chat/completions", "/chat/completions"), openai_chat.parse),
-    (("/v1/completions", "/v1/v1/completions"), openai_completions.parse),
-    (("/completion", "/completions"), llamacpp.parse),
-    (("/v1/messages", "/v1/v1/messages"), anthropic.parse),
+GENERATION: tuple[tuple[str, tuple[str, ...], Parse], ...] = (
+    (
+        "openai_chat_completions",
+        ("/v1/chat/completions", "/v1/v1/chat/completions", "/chat/completions"),
+        openai_chat.parse,
+    ),
+    ("openai_completions", ("/v1/completions", "/v1/v1/completions"), openai_completions.parse),
+    ("llamacpp_completion", ("/completion", "/completions"), llamacpp.parse),
+    ("anthropic_messages", ("/v1/messages", "/v1/v1/messages"), anthropic.parse),
 )
 
 
@@ -50,6 +54,8 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Lite
         generation_config=loaded.generation_config,
         defaults=config.defaults,
         max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
+        max_pending=config.engine.max_pending_requests,
+        memory=loaded.memory,
         started=int(time.time()),
         ping_s=PING_S,
     )
@@ -58,8 +64,8 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Lite
 
 def application(serving: Serving, config: ServeConfig) -> Litestar:
     responses = Responses(ResponseStore())
-    generation = (*GENERATION, (responses_routes.PREFIXES, responses.parse))
-    generating = [_generation(serving, paths, parse) for paths, parse in generation]
+    generation = (*GENERATION, ("openai_responses", responses_routes.PREFIXES, responses.parse))
+    generating = [_generation(serving, name, paths, parse) for name, paths, parse in generation]
     keys = config.all_api_keys()
     return Litestar(
         [
@@ -68,6 +74,7 @@ def application(serving: Serving, config: ServeConfig) -> Litestar:
             *llamacpp.routes(serving),
             *responses_routes.routes(serving, responses),
             *status.routes(serving),
+            *pages.routes(chat=config.webui),
         ],
         guards=[_key_guard(keys)] if keys else [],
         exception_handlers={Exception: handle},
@@ -79,15 +86,22 @@ def application(serving: Serving, config: ServeConfig) -> Litestar:
     )
 
 
-def _generation(serving: Serving, paths: Sequence[str], parse: Parse) -> HTTPRouteHandler:
+def _generation(serving: Serving, endpoint: str, paths: Sequence[str], parse: Parse) -> HTTPRouteHandler:
     @post(list(paths), status_code=200)
     async def generate(request: Any_Request) -> Response[Any]:
-        body = decode(await body_of(request))
-        head = Head(id=secrets.token_hex(8), created=int(time.time()), model=serving.model_id)
-        ask, teller = parse(body, head)
-        if ask.stream:
-            return await stream(request, frames(serving, ask, teller, head.id, request_id(request.scope)))
-        return Response(await unless_gone(request, whole(serving, ask, teller, head.id)))
+        entry = serving.journal.begin(endpoint, request_id(request.scope))
+        try:
+            body = decode(await body_of(request))
+            head = Head(id=secrets.token_hex(8), created=int(time.time()), model=serving.model_id)
+            ask, teller = parse(body, head)
+            if ask.stream:  # the stream ends the entry
+                return await stream(request, frames(serving, ask, teller, head.id, entry))
+            reply = await unless_gone(request, whole(serving, ask, teller, head.id, entry))
+        except BaseException as error:
+            entry.end(error)
+            raise
+        entry.end()
+        return Response(reply)
 
     return generate
 

@@ -16,6 +16,7 @@ import attrs
 
 from ninfer.api.ask import Ask, Prompt
 from ninfer.api.errors import failure
+from ninfer.api.journal import Entry
 from ninfer.api.prepare import prepare
 from ninfer.api.reply import Reply
 from ninfer.api.serving import Serving
@@ -31,7 +32,8 @@ HEAD_START_S = 0.1  # how long a stream waits for its first delta, so that a qui
 class Run:
     """The replies to one request, under way. Closing it cancels those that are not done."""
 
-    def __init__(self, serving: Serving, ask: Ask, id: str) -> None:
+    def __init__(self, serving: Serving, ask: Ask, id: str, entry: Entry) -> None:
+        self._entry = entry
         self._serving = serving
         self._ask = ask
         self._id = id
@@ -44,6 +46,7 @@ class Run:
     async def start(self) -> None:
         """Tokenise and submit. Raises what the request is refused for, as far as that comes soon."""
         self.prompts, masks = await asyncio.to_thread(prepare, self._serving, self._ask)
+        self._entry.prompted(self._ask, self.prompts)
         for i in range(len(self.prompts) * self._ask.n):
             prompt = self.prompts[i // self._ask.n]
             reply = Reply(i, prompt, self._serving.tokenizer, self._ask.stop, self._ask.tools, clock=time.monotonic)
@@ -100,6 +103,7 @@ class Run:
             _raise_failure(delta)
             assert isinstance(delta, Delta)
             found.append(reply.feed(delta))
+            self._entry.fed(found[-1])
             if reply.done:
                 self._tasks[index].cancel()  # a no-op unless a stop string ended it
         return found
@@ -128,11 +132,9 @@ def _raise_failure(delta: Delta | Exception) -> None:
         raise EngineUnavailable(delta.error or "the request was cancelled")
 
 
-async def frames(
-    serving: Serving, ask: Ask, teller: Teller, id: str, request_id: str = ""
-) -> AsyncGenerator[bytes, None]:
+async def frames(serving: Serving, ask: Ask, teller: Teller, id: str, entry: Entry) -> AsyncGenerator[bytes, None]:
     """The replies as server-sent events. Errors are raised before the first frame, and events after it."""
-    run = Run(serving, ask, id)
+    run = Run(serving, ask, id, entry)
     try:
         await run.start()
         await run.settle(HEAD_START_S)
@@ -141,16 +143,22 @@ async def frames(
             while not run.done:
                 parts = await run.parts(serving.ping_s)
                 yield pack(e for part in parts for e in teller.feed(part)) if parts else teller.ping
-            yield pack(teller.close())
+            ending = pack(teller.close())
+            entry.end()  # before the client can have its last event and go
+            yield ending
         except Exception as error:
-            yield pack(teller.failed(failure(error, teller.dialect, request_id)))
+            entry.end(error)
+            yield pack(teller.failed(failure(error, teller.dialect, entry.request_id)))
+    except BaseException as error:
+        entry.end(error)
+        raise
     finally:
         run.close()
 
 
-async def whole(serving: Serving, ask: Ask, teller: Teller, id: str) -> Mapping[str, Any]:
+async def whole(serving: Serving, ask: Ask, teller: Teller, id: str, entry: Entry) -> Mapping[str, Any]:
     """The replies as one body."""
-    run = Run(serving, ask, id)
+    run = Run(serving, ask, id, entry)
     try:
         await run.start()
         replies: dict[int, list[Part]] = {}

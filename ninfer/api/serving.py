@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from ninfer.api.journal import Journal
 from ninfer.api.sse import PING_S
 from ninfer.config import SamplingDefaults
 from ninfer.errors import BadRequest, UnknownModel
@@ -32,6 +33,9 @@ class Serving:
     generation_config: Mapping[str, Any] = field(factory=dict)
     defaults: SamplingDefaults = field(factory=SamplingDefaults)
     max_replies: int = 128
+    max_pending: int = 16
+    memory: Mapping[str, int] = field(factory=dict)
+    journal: Journal = field(factory=Journal)
     started: int = 0
     ping_s: float = PING_S
 

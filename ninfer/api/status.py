@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from litestar import Request, Response, get
@@ -10,11 +12,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
 
 from ninfer.api.common import NO_STORE
+from ninfer.api.journal import WINDOW_S
 from ninfer.api.serving import Serving
 from ninfer.ir.step import PAGE
 from ninfer.runtime.request import EngineStats
 
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS = "text/plain; version=0.0.4"  # the charset is added
 
 
 def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
@@ -79,32 +82,52 @@ def model(serving: Serving) -> dict[str, Any]:
 def load(serving: Serving) -> dict[str, Any]:
     """How busy the server is, for balancers."""
     now = serving.client.stats()
+    phases = [slot.get("phase") for slot in now.slots]
+    used = now.num_pages - now.num_free_pages
     return {
         "object": "ninfer.load",
         "model": serving.model_id,
         "uptime_seconds": max(0, int(time.time()) - serving.started),
         "capacity": {
             "max_concurrency": now.max_concurrency,
+            "max_pending_requests": serving.max_pending,
             "max_admitted_requests": serving.max_replies,
             "max_context": serving.client.context_len,
+            "kv_capacity_tokens": now.num_pages * PAGE,
             "kv_capacity_pages": now.num_pages,
             "kv_page_tokens": PAGE,
         },
-        "requests": {"running": now.num_running, "waiting": now.num_waiting},
-        "occupancy": {"kv_pages": now.num_pages - now.num_free_pages},
+        "requests": {
+            "admitted": now.num_running + now.num_waiting,
+            "running": now.num_running,
+            "prefilling": phases.count("prefill"),
+            "decode_ready": phases.count("decode"),
+            "waiting": now.num_waiting,
+        },
+        "occupancy": {"kv_pages": used, "kv_tokens": used * PAGE},
         "counters": {
             "requests": now.num_requests,
             "cancelled": now.num_cancelled,
             "computed_prefill_tokens": now.num_prompt_tokens,
+            "reused_prompt_tokens": now.num_cached_tokens,
             "generated_tokens": now.num_generated_tokens,
+            "decode_rounds": now.num_rounds,
+            "decode_row_rounds": now.num_round_rows,
         },
     }
 
 
 def statistics(serving: Serving) -> dict[str, Any]:
-    """The load, with times and the slots: what a dashboard shows."""
-    now = serving.client.stats()
-    return load(serving) | {
+    """The load and what it has been: what a dashboard shows. acceptance is null until something was drafted."""
+    now, journal = serving.client.stats(), serving.journal
+    found = load(serving)
+    found["requests"] |= {"open": journal.num_open, "peak_open": journal.peak_open}
+    queue = [
+        {"request_id": id, "position": i + 1, "wait_seconds": round(wait_s, 3)}
+        for i, (id, wait_s) in enumerate(now.queue)
+    ]
+    drafted = now.num_drafted_tokens
+    return found | {
         "object": "ninfer.stats",
         "failure": now.failure,
         "seconds_since_step": now.seconds_since_step,
@@ -113,21 +136,57 @@ def statistics(serving: Serving) -> dict[str, Any]:
             "prefill": _rate(now.num_prompt_tokens, now.prefill_s),
             "decode": _rate(now.num_generated_tokens, now.decode_s),
         },
+        "recent": {
+            "window_seconds": WINDOW_S,
+            "requests_per_second": journal.ended.per_second(),
+            "prompt_tokens_per_second": journal.prompt.per_second(),
+            "generated_tokens_per_second": journal.generated.per_second(),
+        },
+        "latency": {"requests": len(journal.times), **journal.percentiles()},
+        "rows_per_round": _rate(now.num_round_rows, now.num_rounds),
+        "acceptance": {
+            "drafted_tokens": drafted,
+            "accepted_tokens": now.num_accepted_tokens,
+            "rate": now.num_accepted_tokens / drafted,
+        }
+        if drafted
+        else None,
+        "cache": {
+            "reused_prompt_tokens": now.num_cached_tokens,
+            "tiers": [dict(tier) for tier in now.tiers],
+        },
+        "memory": {**serving.memory, **_process_bytes()},
+        "queue": {
+            "depth": now.num_waiting,
+            "longest_wait_seconds": round(max((wait_s for _, wait_s in now.queue), default=0.0), 3),
+            "entries": queue,
+        },
+        "endpoints": {name: dict(counts) for name, counts in sorted(journal.outcomes.items())},
         "slots": [dict(slot) for slot in now.slots],
     }
 
 
+def _process_bytes() -> dict[str, int]:
+    """Resident memory of this process, where the system tells."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return {}
+    return {"process_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
+
+
 def prometheus(serving: Serving) -> str:
     """The metrics in Prometheus' text format."""
-    stats = serving.client.stats()
     lines: list[str] = []
-    for name, kind, help, value in _metrics(stats, max(0, int(time.time()) - serving.started)):
+    for name, kind, help, value in _metrics(serving.client.stats(), serving):
         lines += (f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value:.10g}")
     return "\n".join(lines) + "\n"
 
 
-def _metrics(s: EngineStats, uptime_s: int) -> list[tuple[str, str, str, float]]:
+def _metrics(s: EngineStats, serving: Serving) -> list[tuple[str, str, str, float]]:
     used = s.num_pages - s.num_free_pages
+    journal = serving.journal
+    uptime_s = max(0, int(time.time()) - serving.started)
     return [
         ("llamacpp:prompt_tokens_total", "counter", "Prompt tokens processed.", s.num_prompt_tokens),
         ("llamacpp:prompt_seconds_total", "counter", "Seconds of prompt processing.", s.prefill_s),
@@ -140,11 +199,24 @@ def _metrics(s: EngineStats, uptime_s: int) -> list[tuple[str, str, str, float]]
             _rate(s.num_prompt_tokens, s.prefill_s),
         ),
         ("llamacpp:predicted_tokens_seconds", "gauge", "Tokens per second.", _rate(s.num_generated_tokens, s.decode_s)),
+        ("llamacpp:n_decode_total", "counter", "Decode steps.", s.num_rounds),
+        (
+            "llamacpp:n_busy_slots_per_decode",
+            "gauge",
+            "Sequences in a decode step.",
+            _rate(s.num_round_rows, s.num_rounds),
+        ),
+        ("llamacpp:kv_cache_tokens", "gauge", "Tokens that the used KV pages hold room for.", used * PAGE),
         ("llamacpp:kv_cache_usage_ratio", "gauge", "Used share of the KV pages.", _rate(used, s.num_pages)),
         ("llamacpp:requests_processing", "gauge", "Requests that run.", s.num_running),
         ("llamacpp:requests_deferred", "gauge", "Requests that wait.", s.num_waiting),
         ("ninfer:requests_total", "counter", "Requests finished.", s.num_requests),
         ("ninfer:requests_cancelled_total", "counter", "Requests whose client went.", s.num_cancelled),
+        ("ninfer:requests_failed_total", "counter", "Requests that failed here.", journal.count("failed")),
+        ("ninfer:requests_rejected_total", "counter", "Requests that were refused.", journal.count("rejected")),
+        ("ninfer:reused_prompt_tokens_total", "counter", "Prompt tokens not computed anew.", s.num_cached_tokens),
+        ("ninfer:draft_tokens_total", "counter", "Tokens drafted.", s.num_drafted_tokens),
+        ("ninfer:draft_accepted_tokens_total", "counter", "Drafted tokens that were kept.", s.num_accepted_tokens),
         ("ninfer:requests_admitted", "gauge", "Requests that run or wait.", s.num_running + s.num_waiting),
         ("ninfer:uptime_seconds", "gauge", "Seconds since start.", uptime_s),
     ]

@@ -31,12 +31,13 @@ from ninfer.errors import (
     QueueTimeout,
 )
 from ninfer.runtime.batch import Draw, Drawn, ModelRunner, SeqRows
-from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, TokenOut
+from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, Timings, TokenOut
 from ninfer.runtime.scheduler import Part, Scheduler, Step, StepKind
 from ninfer.runtime.sequence import Failed, Phase, Sequence, Sink
 
 log = logging.getLogger(__name__)
 
+MAX_QUEUE_SHOWN = 16
 SERVICE_MEMORY = 0.8  # weight of the past in the mean time that a request takes
 
 
@@ -96,6 +97,9 @@ class Engine:
         self._num_generated_tokens = 0
         self._num_requests = 0
         self._num_cancelled = 0
+        self._num_rounds = 0
+        self._num_round_rows = 0
+        self._past = Timings()  # counts over the requests that are done
         self._prefill_s = 0.0
         self._decode_s = 0.0
         self._service_s = 1.0
@@ -182,12 +186,24 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             num_requests=self._num_requests,
             num_cancelled=self._num_cancelled,
+            num_cached_tokens=self._past.num_cached_tokens,
+            num_drafted_tokens=self._past.num_drafted_tokens,
+            num_accepted_tokens=self._past.num_accepted_tokens,
+            num_rounds=self._num_rounds,
+            num_round_rows=self._num_round_rows,
             prefill_s=self._prefill_s,
             decode_s=self._decode_s,
             seconds_since_step=self._clock() - self._progress_s if live else 0.0,
             failure=self._failure,
             slots=tuple(self._slot_stats(i, seq) for i, seq in enumerate(self.scheduler.slots)),
+            queue=self._queue_stats(),
         )
+
+    def _queue_stats(self) -> tuple[tuple[str, float], ...]:
+        now = self._clock()
+        with self._lock:
+            waiting = [seq for seq in self._live.values() if seq.phase is Phase.WAITING]
+        return tuple((seq.request.id, max(0.0, now - seq.arrived_s)) for seq in waiting[:MAX_QUEUE_SHOWN])
 
     def _slot_stats(self, slot: int, seq: Sequence | None) -> Mapping[str, object]:
         idle = {"id": slot, "is_processing": seq is not None, "n_ctx": self.context_len}
@@ -333,6 +349,8 @@ class Engine:
             self._prefill_s += now - start
         else:
             self._decode_s += now - start
+            self._num_rounds += 1
+            self._num_round_rows += len(parts)
         for part, row, drawn in zip(parts, rows, results, strict=True):
             if part.seq.phase is Phase.DONE:
                 continue
@@ -432,6 +450,7 @@ class Engine:
         slot = seq.slot
         self.scheduler.remove(seq)
         self._num_requests += 1
+        self._past = self._past.with_counts_of(seq.timings(self._clock()))
         with self._lock:
             self._live.pop(seq.request.id, None)
         took = self._clock() - seq.arrived_s

@@ -78,6 +78,7 @@ class Loaded:
     generation_config: Mapping[str, Any]
     eos_ids: frozenset[int]
     explain: Callable[[], str]
+    memory: Mapping[str, int] = attrs.field(factory=dict)  # bytes by what they are for, such as weights_bytes
 
 
 def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_needed: bool = True) -> Model:
@@ -134,7 +135,17 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         generation_config=model.artifact.generation_config,
         eos_ids=_eos_ids(model),
         explain=lambda: "\n\n".join(f"width {w}\n{plan.table()}" for w, plan in plans.items()),
+        memory=_ledger(graph, weights, limits, arena),
     )
+
+
+def _ledger(graph: Graph, weights: Mapping[str, Array], limits: Limits, arena_bytes: int) -> dict[str, int]:
+    env = env_of(limits, limits.max_rows)
+    states = {name: t.nbytes(env) for name, t in state_types(graph).items()}
+    kv = sum(n for name, n in states.items() if name.startswith("kv."))
+    weight_bytes = sum(w.raw.nbytes if isinstance(w, Packed) else w.nbytes for w in weights.values())
+    rest = sum(states.values()) - kv
+    return {"weights_bytes": weight_bytes, "kv_bytes": kv, "state_bytes": rest, "arena_bytes": arena_bytes}
 
 
 def load_scorer(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import attrs
 import openai
+import pytest
 
-from .conftest import MODEL, Server
+from ninfer.errors import NinferError
+
+from .conftest import MODEL, FakeClient, Server, Start
 
 WORK = {"num_running": 1, "num_waiting": 2, "num_pages": 8, "num_free_pages": 6, "num_generated_tokens": 30}
 
@@ -38,7 +41,7 @@ def test_the_model_is_listed_and_found_by_name(server: Server) -> None:
 def test_metrics_are_prometheus_text(server: Server) -> None:
     server.client.stats_now = attrs.evolve(server.client.stats_now, decode_s=2.0, **WORK)
     response = server.http.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = response.text.splitlines()
     values = dict(line.split(" ") for line in lines if not line.startswith("#"))
     assert values["llamacpp:requests_processing"] == "1"
@@ -55,9 +58,51 @@ def test_load_and_stats_are_one_snapshot(server: Server) -> None:
     server.client.stats_now = attrs.evolve(server.client.stats_now, decode_s=2.0, **WORK)
     load, stats = server.http.get("/v1/load"), server.http.get("/stats").json()
     assert load.headers["cache-control"] == "no-store"
-    assert load.json()["requests"] == {"running": 1, "waiting": 2} and load.json()["occupancy"] == {"kv_pages": 2}
+    told = load.json()
+    assert told["requests"] == {"admitted": 3, "running": 1, "prefilling": 0, "decode_ready": 0, "waiting": 2}
+    assert told["occupancy"] == {"kv_pages": 2, "kv_tokens": 128}
+    assert told["capacity"]["kv_capacity_tokens"] == 8 * 64
     assert stats["object"] == "ninfer.stats" and stats["tokens_per_second"]["decode"] == 15.0
-    assert stats["requests"] == load.json()["requests"]
+    assert stats["requests"].items() >= told["requests"].items()
+
+
+def test_stats_tell_drafts_tiers_and_the_queue_where_the_engine_does(server: Server) -> None:
+    stats = server.http.get("/stats").json()
+    assert stats["acceptance"] is None and stats["cache"]["tiers"] == [] and stats["queue"]["entries"] == []
+    server.client.stats_now = attrs.evolve(
+        server.client.stats_now,
+        num_drafted_tokens=8,
+        num_accepted_tokens=6,
+        num_cached_tokens=5,
+        num_waiting=2,
+        queue=(("a-0", 2.5), ("b-0", 1.0)),
+        tiers=({"name": "host", "used_bytes": 1, "capacity_bytes": 4},),
+    )
+    stats = server.http.get("/stats").json()
+    assert stats["acceptance"] == {"drafted_tokens": 8, "accepted_tokens": 6, "rate": 0.75}
+    assert stats["cache"] == {
+        "reused_prompt_tokens": 5,
+        "tiers": [{"name": "host", "used_bytes": 1, "capacity_bytes": 4}],
+    }
+    assert stats["queue"]["depth"] == 2 and stats["queue"]["longest_wait_seconds"] == 2.5
+    assert stats["queue"]["entries"][1] == {"request_id": "b-0", "position": 2, "wait_seconds": 1.0}
+
+
+def test_stats_count_what_became_of_requests(start: Start) -> None:
+    server = start(FakeClient(script=lambda request: [[65], [66], [67]]))
+    server.chat()
+    server.chat(stream=True)
+    server.chat(temperature="hot")
+    server.client.failure = NinferError("broken")
+    server.http.post("/v1/messages", json={"messages": [{"role": "user", "content": "hi"}]})
+    stats = server.http.get("/stats").json()
+    assert stats["endpoints"]["openai_chat_completions"] == {"done": 2, "cancelled": 0, "rejected": 1, "failed": 0}
+    assert stats["endpoints"]["anthropic_messages"]["failed"] == 1
+    assert stats["requests"]["open"] == 0 and stats["requests"]["peak_open"] == 1
+    assert stats["latency"]["requests"] == 3 and stats["latency"]["total_seconds"]["p95"] > 0
+    assert stats["recent"]["generated_tokens_per_second"] == pytest.approx(0.9)  # 9 tokens in 10 s
+    lines = server.http.get("/metrics").text.splitlines()
+    assert "ninfer:requests_failed_total 1" in lines and "ninfer:requests_rejected_total 1" in lines
 
 
 def test_the_index_lists_the_routes(server: Server) -> None:
