@@ -155,7 +155,6 @@ def gemm(device: CudaDevice, timer: Timer) -> list[dict[str, Any]]:
             one, zero = np.ascontiguousarray(one), np.ascontiguousarray(zero)
 
             def call(a=a, b=b, c=c, m=m, n=n, k=k, one=one, zero=zero, x=code_in, y=code_out, z=compute) -> None:  # type: ignore[no-untyped-def]
-                blas.setStream(device._blas, device.stream.ptr)
                 blas.gemmEx(device._blas, 1, 0, n, m, k, one.ctypes.data, b.pointer, x, k, a.pointer, x, k,
                             zero.ctypes.data, c.pointer, y, n, z, -1)  # fmt: skip
 

@@ -222,9 +222,10 @@ class CudaDevice:
     def __attrs_post_init__(self) -> None:
         self.cupy = self.libs.cupy
         runtime = self.cupy.cuda.runtime
-        self.enter()
+        runtime.setDevice(self.index)
         check_driver(int(runtime.driverGetVersion()), nvrtc_version())
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.enter()
         self.dependent_launch = self.dependent_launch and "sm90" in self.info.features
 
     def close(self) -> None:
@@ -349,11 +350,12 @@ class CudaDevice:
         self.stream.synchronize()
 
     def enter(self) -> None:
-        """Make this device the calling thread's, which the driver's calls need."""
+        """Make this device and its stream the calling thread's, which calls of the driver and of libraries need."""
         thread = threading.get_ident()
         if thread not in self._threads:
             self.cupy.cuda.runtime.setDevice(self.index)
             self.cupy.cuda.runtime.free(0)
+            self.stream.use()  # cupy sets a library's stream to the current one before each call
             self._threads.add(thread)
 
     # programs
@@ -431,7 +433,6 @@ class CudaDevice:
         out = {"f32": 0, "bf16": 14, "f16": 2}[str(p.get("out", "f32"))]
 
         def call() -> None:
-            blas.setStream(self._blas, self.stream.ptr)
             blas.gemmEx(
                 self._blas, 1, 0, n, int(header[count]), k, one.ctypes.data, b, kind, k, a, kind, k,
                 zero.ctypes.data, c, out, int(p.get("ldc", n)), 68, -1,

@@ -47,6 +47,9 @@ class Stream:
         else:
             self.recording.append(action)
 
+    def use(self) -> Stream:
+        return self
+
     def begin_capture(self) -> None:
         self.recording = []
 

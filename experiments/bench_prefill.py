@@ -1,0 +1,103 @@
+"""Prompts through a served model's plans: tokens per second, everything included, beside the card's GEMM rate.
+
+    python experiments/bench_prefill.py synthetic:qwen3.5-27b --format q4_g64/q5_g64 --prompt 8192 --prefill-chunk 2048
+
+The roofline is two operations for every weight of a matrix that a token meets, over the rate that the library reaches
+on bf16 matrices of 8192 x 8192 x 8192 in the same run (no roofline on a processor).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ceilings
+
+from ninfer.config import EngineConfig
+from ninfer.devices.cuda import CudaDevice
+from ninfer.runtime.batch import Draw, SeqRows
+from ninfer.runtime.load import load, open_model
+from ninfer.runtime.request import Sampling
+from ninfer.runtime.runner import CompiledRunner
+
+
+def matrix_values(config: EngineConfig) -> int:
+    """Weights that every token of a prompt is multiplied with: all matrices but the embedding and the head."""
+    model = open_model(config, tokenizer_needed=False)
+    graph = model.graph("sample")
+    heads = {a for n in graph.nodes for a in n.args if n.op.key == "embed" or str(n.args[0].type).startswith("f32[L")}
+    return sum(
+        int(v.type.shape[0]) * int(v.type.shape[1])
+        for v in graph.weights if v.type.fmt is not None and v not in heads
+    )  # fmt: skip
+
+
+def gemm_rate(device: CudaDevice) -> float:
+    rows = ceilings.gemm(device, ceilings.Timer(device, 0.3))
+    return max(float(r["t_per_s"]) for r in rows if r["kind"] == "bf16" and "t_per_s" in r) * 1e12
+
+
+def prefill(runner: CompiledRunner, length: int, chunk: int, draw: Draw) -> float:
+    """Seconds from the first chunk to the first token."""
+    tokens = tuple(3 + i % 1000 for i in range(length))
+    start = time.perf_counter()
+    for at in range(0, length, chunk):
+        part = tokens[at : at + chunk]
+        last = draw if at + chunk >= length else None
+        runner.step([SeqRows(slot=0, kv_len=at, tokens=part, generated=False, draw=last)])
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--format")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--prefill-chunk", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = EngineConfig(
+        model=args.model, format=args.format, device=args.device, max_concurrency=1,
+        prefill_chunk=args.prefill_chunk, max_context=max(args.prompt) + 64,
+    )  # fmt: skip
+    values = matrix_values(config)
+    loaded = load(config, lambda label, text: print(f"{label:9} {text}", flush=True))
+    runner = loaded.runner
+    assert isinstance(runner, CompiledRunner)
+    if args.explain:
+        print(loaded.explain().split("\n\n")[-1])
+    rate = gemm_rate(runner.device) if isinstance(runner.device, CudaDevice) else None
+    runner.set_pages(0, 0, list(range(runner.limits.max_pages)))
+    draw, points = Draw(sampling=Sampling(temperature=0.0), seed=1), list[dict[str, Any]]()
+    for length in args.prompt:
+        prefill(runner, length, args.prefill_chunk, draw)
+        times = [prefill(runner, length, args.prefill_chunk, draw) for _ in range(args.rounds)]
+        seconds = statistics.median(times)
+        point = {
+            "model": args.model, "format": args.format, "prompt": length, "chunk": args.prefill_chunk,
+            "tok_per_s": round(length / seconds, 1), "spread": round((max(times) - min(times)) / seconds, 3),
+            "t_per_s": round(2 * values * length / seconds / 1e12, 2),
+            "gemm_t_per_s": None if rate is None else round(rate / 1e12, 1),
+            "roofline": None if rate is None else round(2 * values * length / seconds / rate, 4),
+            "device": runner.device.info.name, "date": datetime.date.today().isoformat(),
+        }  # fmt: skip
+        points.append(point)
+        print(json.dumps(point), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(points, indent=1))
+    runner.close()
+
+
+if __name__ == "__main__":
+    main()
