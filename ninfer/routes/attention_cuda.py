@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from attrs import evolve
+
 from ninfer.formats.dtypes import F32
 from ninfer.formats.kv import KVFormat
+from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
 
 LOG2E = 1.4426950408889634
+F16_CACHE = kv_by_name("f16")
 
 
 def _rope_geometry(op: Rope, types: Types, env: Env, tuning: Tuning) -> Geometry:
@@ -26,7 +30,9 @@ def _append_geometry(op: KvAppend, types: Types, env: Env, tuning: Tuning) -> Ge
 
 
 def _append_refuse(op: KvAppend, types: Types) -> str | None:
-    return None if op.fmt.is_plain else f"writes plain caches, not {op.fmt.name}"
+    if op.fmt.is_plain or op.head_dim in (64, 128, 256):
+        return None
+    return f"a warp codes rows of 64, 128 and 256 values, not {op.head_dim}"
 
 
 def _simple_refuse(op: Attention, types: Types) -> str | None:
@@ -37,7 +43,7 @@ def cache_context(fmt: KVFormat, kv_heads: int, head_dim: int) -> Mapping[str, A
     return {
         "fmt": fmt,
         "page_bytes": fmt.page_bytes(kv_heads, head_dim),
-        "v_offset": fmt.v_offset(kv_heads, head_dim),
+        "planes": fmt.plane_offsets(kv_heads, head_dim),
     }
 
 
@@ -102,13 +108,25 @@ def split_context(fmt: KVFormat, heads: int, kv_heads: int, head_dim: int, scale
 def split_refusal(fmt: KVFormat, head_dim: int) -> str | None:
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim} values; this kernel has 64, 128 and 256"
-    if fmt.k.code is F32 or not fmt.is_plain:
-        return f"reads bf16 and f16 caches, not {fmt.name}"
+    if fmt.k.code is F32:
+        return "reads caches of 16 bits and less, not f32"
     return None
 
 
 def _split_refuse(op: Attention, types: Types) -> str | None:
-    return split_refusal(op.fmt, op.head_dim)
+    return split_refusal(op.fmt, op.head_dim) or _coded(op.fmt)
+
+
+def _split_coded_refuse(op: Attention, types: Types) -> str | None:
+    return split_refusal(op.fmt, op.head_dim) or _not_coded(op.fmt)
+
+
+def _coded(fmt: KVFormat) -> str | None:
+    return None if fmt.is_plain else f"reads plain caches; {fmt.name} is coded"
+
+
+def _not_coded(fmt: KVFormat) -> str | None:
+    return f"reads coded caches; {fmt.name} is plain" if fmt.is_plain else None
 
 
 def _split_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geometry:
@@ -134,6 +152,15 @@ def _split_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Map
 def _fused_refuse(op: FusedAttention, types: Types) -> str | None:
     if op.quant not in (0, 32, 64):
         return f"quantises in groups of 32 and 64, not {op.quant}"
+    return split_refusal(op.fmt, op.head_dim) or _coded(op.fmt)
+
+
+def _fused_coded_refuse(op: FusedAttention, types: Types) -> str | None:
+    plain = evolve(op, fmt=F16_CACHE)
+    return _fused_refuse(plain, types) or _not_coded(op.fmt)
+
+
+def _flash_refuse(op: Attention, types: Types) -> str | None:
     return split_refusal(op.fmt, op.head_dim)
 
 
@@ -234,6 +261,18 @@ FUSED_ATTENTION = Route(
     tunings=SPLIT_TUNINGS,
     numerics="cuda.split",
 )
+ATTENTION_SPLIT_CODED = evolve(
+    ATTENTION_SPLIT,
+    name="attention.cuda.split_coded",
+    refuse=_split_coded_refuse,
+    rtol=1e-3,  # a code times its scale is rounded to f16, 11 bits
+)
+FUSED_ATTENTION_CODED = evolve(
+    FUSED_ATTENTION,
+    name="fused_attention.cuda.split_coded",
+    refuse=_fused_coded_refuse,
+    rtol=3e-2,  # a new key or value between two codes may fall to either
+)
 ATTENTION_FLASH = Route(
     name="attention.cuda.flash",
     op=Attention,
@@ -241,7 +280,7 @@ ATTENTION_FLASH = Route(
     template="cuda/attention_flash.cu.j2",
     geometry=_flash_geometry,
     context=_flash_context,
-    refuse=_split_refuse,
+    refuse=_flash_refuse,
     widths=(17, 1 << 30),
     needs=("sm80",),
     numerics="cuda.flash",
@@ -258,4 +297,13 @@ ATTENTION_SIMPLE = Route(
     numerics="cuda.simple",
 )
 
-ROUTES: tuple[Route[Any], ...] = (FUSED_ATTENTION, ROPE, KV_APPEND, ATTENTION_SPLIT, ATTENTION_FLASH, ATTENTION_SIMPLE)
+ROUTES: tuple[Route[Any], ...] = (
+    FUSED_ATTENTION,
+    FUSED_ATTENTION_CODED,
+    ROPE,
+    KV_APPEND,
+    ATTENTION_SPLIT,
+    ATTENTION_SPLIT_CODED,
+    ATTENTION_FLASH,
+    ATTENTION_SIMPLE,
+)

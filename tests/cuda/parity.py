@@ -73,11 +73,18 @@ def long_cases() -> Iterator[Case]:
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     env = Env(rows=n, logit_rows=1, seqs=2, slots=3, pages=5, max_pages=3)
     table = np.array([[-1, -1, -1], [4, 0, 2], [3, -1, -1]], np.int32)
-    for fmt, d, heads, kv_heads in ((BF16_KV, 256, 6, 1), (F16_KV, 128, 4, 2), (BF16_KV, 64, 9, 3)):
+    for fmt, d, heads, kv_heads in (
+        (BF16_KV, 256, 6, 1),
+        (F16_KV, 128, 4, 2),
+        (BF16_KV, 64, 9, 3),
+        ("rk8v4", 256, 6, 1),
+        ("nvfp4", 128, 4, 2),
+        ("rk2v4-e8", 64, 9, 3),
+    ):
         pages = kv_by_name(fmt).page_bytes(kv_heads, d)
-        cache = kv_by_name(fmt).k.encode(normal(5, pages // 2))[0]
-        if fmt == F16_KV:
-            cache = normal(5, pages // 2).astype(np.float16).view(np.uint8)
+        cache = np.zeros((5, pages), np.uint8)
+        for rows in page_views(cache, kv_by_name(fmt), kv_heads, d):
+            rows.store(..., normal(5, kv_heads, 64, d))
         paging = ((TensorType((S, M), I32), table), row_seq, row_start, seq_slot, kv_len)
         operands = ((TensorType((T, heads * d)), normal(n, heads * d)), (TensorType((P, pages), U8), cache), *paging)
         for window in (None, 50):
@@ -119,7 +126,9 @@ def trials(info: DeviceInfo) -> Iterator[Trial]:
             for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)
                 for candidate in registry.candidates(case.op, case.types, env, info):
-                    yield Trial(case, candidate, env)
+                    # splits of coded caches are those of plain ones, which go through all tunings
+                    if not candidate.route.name.endswith("_coded") or candidate.tuning == candidate.route.tunings[0]:
+                        yield Trial(case, candidate, env)
 
 
 def lowering_for(info: DeviceInfo) -> Lowering:
@@ -236,6 +245,10 @@ def _compare(trial: Trial, got: NDArray[np.generic], want: NDArray[np.generic], 
     case, route = trial.case, trial.candidate.route
     if isinstance(case.op, FusedAttention) and want.dtype == np.uint8:  # keys are rounded to the cache's type
         op = case.op
+        if not op.fmt.is_plain:  # sums in another order: a value between two codes may fall to either
+            changed, wrong = np.count_nonzero(want != case.arrays[3]), np.count_nonzero(got != want)
+            assert wrong <= 0.02 * changed, f"{what}: {wrong} bytes differ of {changed} written"
+            return 0.0
         for a, b in zip(*(page_views(x, op.fmt, op.kv_heads, op.head_dim) for x in (got, want)), strict=True):
             np.testing.assert_allclose(a.load(...), b.load(...), rtol=2**-7, atol=1e-5, err_msg=what)
         return 0.0

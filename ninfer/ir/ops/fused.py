@@ -102,13 +102,15 @@ class FusedAttention(Op):
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
-        for fmt in (f for f in KV_FORMATS if f.is_plain):
+        for fmt in KV_FORMATS:
             for d, heads, kv_heads, norm, gate, quant, window in (
                 (256, 6, 1, True, True, 0, None),
                 (256, 8, 2, True, True, 32, None),
                 (64, 9, 3, False, False, 64, None),
                 (128, 4, 2, True, False, 0, 40),
             ):
+                if not fmt.is_plain and gate and not quant:
+                    continue
                 op = cls(fmt, heads, kv_heads, d, d**-0.5, window, 1.0, norm, 1e-5, 1.0, gate, quant)
                 case = _paged_case(fmt, heads=heads, kv_heads=kv_heads, d=d)
                 n, f = case.rows, d // 4
