@@ -4,6 +4,7 @@
     rms_norm, rope, kv_append, attention, sigmoid_mul                     fused_attention
     causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
+    linear_add -> fused_linear(norm)                                      codes of weighed values, sums of squares: weigh
 
 A decode step of a layer is so five launches: projections in, mixer, projection out, gate and up, down.
 """
@@ -90,6 +91,9 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
     for node in list(r.nodes):
         if codes and isinstance(node.op, LinearAdd):
             _packed(r, node)
+    for node in list(r.nodes):
+        if codes and isinstance(node.op, FusedLinear) and node.op.norm and not node.op.packed:
+            _weighed(r, node)
     fused = Graph()
     fused.nodes, fused.weights, fused.states = r.nodes, graph.weights, graph.states
     fused.consts, fused.outputs, fused.step = graph.consts, graph.outputs, graph.step
@@ -185,3 +189,25 @@ def _packed(r: Rewriter, node: Node) -> None:
         if r.accepts(product, tuple(a.type for a in args)) and r.put([maker], op, maker.args, outs):
             r.put([node], product, args, node.outs)
         return
+
+
+def _weighed(r: Rewriter, node: Node) -> None:
+    """The sum that a norm reads comes with codes of its weighed values, and the product normalises its results."""
+    assert isinstance(node.op, FusedLinear)
+    x, weight, *matrices = node.args
+    maker = next((n for n in r.nodes if n.outs == (x,) and isinstance(n.op, LinearAdd | FusedLinear)), None)
+    n = x.type.shape[1]
+    if maker is None or not isinstance(n, int) or n % GROUP:
+        return
+    add = FusedLinear(epilogue="add") if isinstance(maker.op, LinearAdd) else maker.op
+    assert isinstance(add, FusedLinear)
+    if add.epilogue != "add" or add.quant or add.weigh:
+        return
+    add = evolve(add, weigh=GROUP, offset=node.op.offset)
+    op, given = evolve(node.op, packed=GROUP, offset=0.0), (*maker.args, weight)
+    types = add.infer(tuple(a.type for a in given))[1:]
+    named = zip(("codes", "d", "squares"), types, strict=True)
+    outs = tuple(Value(f"{x.name}.{part}", t, Kind.NODE, x.layer) for part, t in named)
+    args = (*outs, *matrices)
+    if r.accepts(op, tuple(a.type for a in args)) and r.put([maker], add, given, (x, *outs)):
+        r.put([node], op, args, node.outs)

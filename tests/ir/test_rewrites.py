@@ -12,6 +12,7 @@ from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
 from ninfer.ir.interp import interpret
 from ninfer.ir.op import Op
+from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.rewrites import Accepts, fuse
 from ninfer.ir.types import Array, Env, Types
 from ninfer.models import identify
@@ -50,7 +51,7 @@ def run(graph: Graph, weights: dict[str, Array], chunks: list[int]) -> list[np.n
 
 
 def no_codes(op: Op, types: Types) -> bool:
-    return not getattr(op, "quant", 0) and not getattr(op, "packed", 0)
+    return not any(getattr(op, name, 0) for name in ("quant", "packed", "weigh"))
 
 
 @pytest.mark.parametrize(("accepts", "most"), [(no_codes, 1e-5), (lambda op, types: True, 0.05)])
@@ -70,6 +71,14 @@ def test_a_layer_is_five_launches() -> None:
     per_layer = Counter(layer for key, layer in kinds.elements())
     assert set(per_layer.values()) == {5}
     assert kinds["fused_attention", 3] == 1 and kinds["fused_delta", 0] == 1 and kinds["fused_linear", 0] == 4
+
+
+def test_a_norm_is_prepared_by_the_sum_before_it() -> None:
+    """All but the model's first, and the head's, whose rows are gathered."""
+    graph, _ = build("qwen3.5-tiny", "sample")
+    ops = [n.op for n in fuse(graph, lambda op, types: True).nodes if isinstance(n.op, FusedLinear)]
+    assert [op.norm and not op.packed for op in ops].count(True) == 2
+    assert sum(op.weigh > 0 for op in ops) == sum(op.norm and op.packed > 0 for op in ops) == len(ops) // 2 - 1
 
 
 def test_nothing_is_fused_that_the_device_refuses() -> None:
