@@ -9,7 +9,7 @@ from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
 
 
-def _conv_geometry(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def conv_geometry(op: CausalConvSilu, types: Types, env: Env, tuning: Tuning) -> Geometry:
     rows, channels = types[0].concrete(env)
     return Geometry((max(1, min(channels // 8, rows * channels >> 13)), 1, 1))
 
@@ -19,16 +19,16 @@ CAUSAL_CONV = Route(
     op=CausalConvSilu,
     device="cpu",
     template="cpu/causal_conv.cpp.j2",
-    geometry=_conv_geometry,
+    geometry=conv_geometry,
     numerics="f32",
 )
 
 
-def _delta_refuse(op: GatedDelta, types: Types) -> str | None:
+def delta_refuse(op: GatedDelta, types: Types) -> str | None:
     return f"takes keys of whole vectors of 8, not {op.key_dim}" if op.key_dim % 8 else None
 
 
-def _delta_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def delta_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
     return Geometry((min(256, env.seqs * op.value_heads * -(-op.value_dim // tuning["vb"])), 1, 1))
 
 
@@ -37,8 +37,8 @@ GATED_DELTA = Route(
     op=GatedDelta,
     device="cpu",
     template="cpu/gated_delta.cpp.j2",
-    geometry=_delta_geometry,
-    refuse=_delta_refuse,
+    geometry=delta_geometry,
+    refuse=delta_refuse,
     tunings=({"vb": 32},),
     numerics="f32",
 )

@@ -26,12 +26,13 @@ class Limits:
 
 @frozen(kw_only=True)
 class Draw:
-    """How the token after a sequence's last row is drawn. seed: resolved (never None)."""
+    """How the token after a row is drawn. seed: resolved (never None). masked: the slot's grammar masks apply, row i
+    of them to the i-th draw of the step."""
 
     sampling: Sampling
     seed: int
     logprobs: int | None = None
-    masked: bool = False  # the slot's grammar mask (row 0) applies
+    masked: bool = False
 
 
 @frozen(kw_only=True)
@@ -39,7 +40,8 @@ class SeqRows:
     """A sequence's part of a step: `tokens` extend the kv_len tokens that the slot's cache holds.
 
     generated: these tokens were sampled (they count for penalties as such), else they are prompt.
-    draw None: a prefill chunk that is not the last: no logits.
+    draw None: a prefill chunk that is not the last: no logits. num_draws: of the last rows, each is drawn after; more
+    than one in rounds of drafts, whose rows are the token drawn last and the drafts.
     """
 
     slot: int
@@ -47,11 +49,12 @@ class SeqRows:
     tokens: tuple[int, ...]
     generated: bool
     draw: Draw | None
+    num_draws: int = 1
 
 
 @frozen
 class Drawn:
-    """The drawn token of one sequence; -1 when its logits were not finite."""
+    """A drawn token; -1 when its logits were not finite."""
 
     token: int
     logprob: float | None = None
@@ -70,8 +73,8 @@ class ModelRunner(Protocol):
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
         """Replace the slot's logit bias (empty: none)."""
 
-    def set_mask(self, slot: int, words: NDArray[Any]) -> None:
-        """The slot's grammar mask: int32 [ceil(V/32)], bit t & 31 of word t >> 5."""
+    def set_mask(self, slot: int, words: NDArray[Any], row: int = 0) -> None:
+        """A grammar mask of the slot: int32 [ceil(V/32)], bit t & 31 of word t >> 5. row: of the draw in the step."""
 
     def step(self, seqs: Sequence[SeqRows]) -> Sequence[Drawn | None]:
         """Run one step; one result per sequence, None where nothing was drawn."""

@@ -42,8 +42,8 @@ class ReferenceRunner:
         for token, value in bias.items():
             row[token] = value
 
-    def set_mask(self, slot: int, words: NDArray[Any]) -> None:
-        self.states["mask"][slot, 0, : len(words)] = words.view(np.uint32)
+    def set_mask(self, slot: int, words: NDArray[Any], row: int = 0) -> None:
+        self.states["mask"][slot, row, : len(words)] = words.view(np.uint32)
 
     def step(self, seqs: Sequence[SeqRows]) -> Sequence[Drawn | None]:
         fill_step(seqs, self.step_arrays, self.header)

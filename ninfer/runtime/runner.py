@@ -48,8 +48,8 @@ class CompiledRunner:
             self.memory.write_state("bias", slot, row)
         (self._bias_slots.add if bias else self._bias_slots.discard)(slot)
 
-    def set_mask(self, slot: int, words: NDArray[Any]) -> None:
-        self.memory.write_state("mask", (slot, 0, slice(len(words))), words.view(np.uint32))
+    def set_mask(self, slot: int, words: NDArray[Any], row: int = 0) -> None:
+        self.memory.write_state("mask", (slot, row, slice(len(words))), words.view(np.uint32))
 
     def step(self, seqs: Sequence[SeqRows]) -> Sequence[Drawn | None]:
         rows = sum(len(s.tokens) for s in seqs)

@@ -34,7 +34,7 @@ def step_arrays(env: Env) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
 def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header: NDArray[Any]) -> int:
     """Write a batch into step arrays and header; what lies beyond the counts is left as it was. Returns the rows.
 
-    A sequence that draws has one logit row, its last. Token counts are kept while any sequence has penalties, and in
+    A sequence that draws has logit rows for its last num_draws rows. Token counts are kept while any sequence has penalties, and in
     chunks that draw nothing, whose sequence may have them later.
     """
     params = step["params"].view(SAMPLE_PARAMS.numpy).reshape(-1)
@@ -52,16 +52,19 @@ def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header:
         if seq.draw is None:
             flags |= FLAG_COUNTS
             continue
-        step["logit_rows"][num_logits] = at - 1
-        uses = _write_params(params[num_logits], seq.draw, seq.slot, seq.kv_len + n)
-        flags |= (FLAG_COUNTS if uses & USE_PENALTIES else 0) | (FLAG_LOGPROBS if uses & USE_LOGPROBS else 0)
-        num_logits += 1
+        for i in range(seq.num_draws):
+            row = at - seq.num_draws + i
+            step["logit_rows"][num_logits] = row
+            position = seq.kv_len + n - seq.num_draws + i + 1
+            uses = _write_params(params[num_logits], seq.draw, seq.slot, position, i)
+            flags |= (FLAG_COUNTS if uses & USE_PENALTIES else 0) | (FLAG_LOGPROBS if uses & USE_LOGPROBS else 0)
+            num_logits += 1
     header["rows"], header["seqs"], header["logit_rows"], header["flags"] = at, len(seqs), num_logits, flags
     header["step"] += 1
     return at
 
 
-def _write_params(p: Any, draw: Draw, slot: int, position: int) -> int:
+def _write_params(p: Any, draw: Draw, slot: int, position: int, mask_row: int) -> int:
     """Fill a SampleParams record; returns its flags."""
     s = draw.sampling
     flags = 0
@@ -77,25 +80,32 @@ def _write_params(p: Any, draw: Draw, slot: int, position: int) -> int:
     p["repetition_penalty"], p["presence_penalty"] = s.repetition_penalty, s.presence_penalty
     p["frequency_penalty"] = s.frequency_penalty
     p["flags"], p["seed"], p["position"] = flags, draw.seed & 0xFFFFFFFFFFFFFFFF, position
-    p["slot"], p["mask_row"] = slot, 0
+    p["slot"], p["mask_row"] = slot, mask_row
     return flags
 
 
 def read_drawn(seqs: Sequence[SeqRows], outputs: Mapping[str, NDArray[Any]]) -> list[Drawn | None]:
-    """What a sample graph gave each sequence."""
-    drawn: list[Drawn | None] = []
+    """What a sample graph gave each sequence, where each draws once at most."""
+    return [drawn[-1] if drawn else None for drawn in read_draws(seqs, outputs)]
+
+
+def read_draws(seqs: Sequence[SeqRows], outputs: Mapping[str, NDArray[Any]]) -> list[tuple[Drawn, ...]]:
+    """All draws of each sequence."""
+    drawn: list[tuple[Drawn, ...]] = []
     row = 0
     for seq in seqs:
-        if seq.draw is None:
-            drawn.append(None)
-            continue
-        token = int(outputs["token"][row])
-        if seq.draw.logprobs is None or token < 0:
-            drawn.append(Drawn(token))
-        else:
-            logprobs = outputs["logprob"][row]
-            best = [float(x) for x in logprobs[1 : 1 + seq.draw.logprobs]]
-            ids = [int(x) for x in outputs["top"][row][: seq.draw.logprobs]]
-            drawn.append(Drawn(token, float(logprobs[0]), tuple(zip(ids, best, strict=True))))
-        row += 1
+        n = 0 if seq.draw is None else seq.num_draws
+        logprobs = None if seq.draw is None else seq.draw.logprobs
+        drawn.append(tuple(_drawn(outputs, i, logprobs) for i in range(row, row + n)))
+        row += n
     return drawn
+
+
+def _drawn(outputs: Mapping[str, NDArray[Any]], row: int, num_best: int | None) -> Drawn:
+    token = int(outputs["token"][row])
+    if num_best is None or token < 0:
+        return Drawn(token)
+    logprobs = outputs["logprob"][row]
+    best = [float(x) for x in logprobs[1 : 1 + num_best]]
+    ids = [int(x) for x in outputs["top"][row][:num_best]]
+    return Drawn(token, float(logprobs[0]), tuple(zip(ids, best, strict=True)))

@@ -1,1 +1,1 @@
-
+"""Rounds of drafts: who proposes tokens, how they are verified, and what is kept."""
