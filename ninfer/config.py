@@ -20,6 +20,7 @@ from ninfer.errors import UsageError
 C = TypeVar("C")
 
 
+SPECS = ("none", "mtp", "ngram")
 DEVICES = ("cpu", "cpu-numpy", "cuda", "cuda-sim", "auto")
 
 # Values: text to value. What they raise becomes one line that names the flag.
@@ -139,6 +140,12 @@ class EngineConfig:
     threads: int | None = flag("processor threads of the cpu device (all cores)", whole(1, 1024))
     quantize: str | None = flag("convert dense weights to this format while loading", value="FORMAT")
     format: str | None = flag("weight format of a synthetic model", value="FORMAT")
+    spec: str = flag("who drafts tokens ahead of the model", choices=SPECS, default="none")
+    draft_tokens: int | None = flag("drafts per round (what suits the drafter)", whole(1, 15))
+    ngram_draft_tokens: int = flag(
+        "longest copy of earlier text drafted in a round with --spec", whole(0, 15), default=15
+    )
+    ngram_min_match: int = flag("tokens that must agree before a copy", whole(4, 64), default=12)
     deterministic: bool = flag("make a reply independent of what shares its steps, at some speed", default=False)
     device_profile: str = flag(
         "measured routes: use a stored profile, none, or measure now",

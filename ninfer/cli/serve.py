@@ -223,7 +223,7 @@ def load_engine(config: ServeConfig, console: Console) -> tuple[Engine, Callable
     if config.engine.explain:
         console.line(loaded.explain())
     console.report("loaded", f"{loaded.model_id}  in {time.perf_counter() - begun:.1f} s")
-    engine = Engine(loaded.runner, config.engine)
+    engine = Engine(loaded.runner, config.engine, speculation=loaded.speculation)
     return engine, lambda client: build_app(loaded, client, config)
 
 

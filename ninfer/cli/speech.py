@@ -45,4 +45,8 @@ def load_speech(config: GenerateConfig, console: Console, chatty: bool) -> tuple
     loaded = load(config.engine, report, console.progress)
     if config.engine.explain:
         console.line(loaded.explain())
-    return Engine(loaded.runner, config.engine), LoadedSpeech(loaded, config), loaded.generation_config
+    return (
+        Engine(loaded.runner, config.engine, speculation=loaded.speculation),
+        LoadedSpeech(loaded, config),
+        loaded.generation_config,
+    )

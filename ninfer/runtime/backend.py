@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,11 +71,18 @@ class Backend:
 
         return fuse(graph, accepts, codes=env.rows <= CODES_WIDTH)
 
-    def weights(self, graph: Graph, artifact: Artifact, progress: Progress) -> dict[str, Any]:
-        """Arrays by name; on a GPU, matrices of a synthetic model are markers that the device fills itself."""
+    def weights(
+        self, graph: Graph, artifact: Artifact, progress: Progress, *, bound: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Arrays by name, but for names in `bound`; on a GPU, matrices of a synthetic model are markers that the
+        device fills itself."""
         if isinstance(artifact, SyntheticArtifact) and isinstance(self.device, CudaDevice):
-            return synthetic_weights(graph, artifact)
-        return dict(bind_weights(graph, artifact, lambda done, total: progress("binding weights", done, total)))
+            return {name: w for name, w in synthetic_weights(graph, artifact).items() if name not in bound}
+
+        def told(done: int, total: int) -> None:
+            progress("binding weights", done, total)
+
+        return dict(bind_weights(graph, artifact, told, bound=bound))
 
     def weight_bytes(self, weights: Mapping[str, Any]) -> int:
         if isinstance(self.device, CudaDevice):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from attrs import field, frozen
@@ -31,7 +32,8 @@ from ninfer.errors import (
     QueueTimeout,
 )
 from ninfer.runtime.batch import Draw, Drawn, ModelRunner, SeqRows
-from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, Timings, TokenOut
+from ninfer.runtime.draft.rounds import Speculation
+from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, Timings, TokenMask, TokenOut
 from ninfer.runtime.scheduler import Part, Scheduler, Step, StepKind
 from ninfer.runtime.sequence import Failed, Phase, Sequence, Sink
 
@@ -64,12 +66,18 @@ _Command = _Submit | _Cancel | _Abort
 
 
 class Engine:
-    """Owns a runner, and closes it.   clock: seconds, monotonic."""
+    """Owns a runner, and closes it.   speculation: drafts for it; None: a token per step. clock: seconds, monotonic."""
 
     def __init__(
-        self, runner: ModelRunner, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        speculation: Speculation | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
+        self.speculation = speculation
         self.limits = runner.limits
         self.scheduler = Scheduler(
             runner.limits,
@@ -197,6 +205,7 @@ class Engine:
             failure=self._failure,
             slots=tuple(self._slot_stats(i, seq) for i, seq in enumerate(self.scheduler.slots)),
             queue=self._queue_stats(),
+            drafts=None if self.speculation is None else self.speculation.stats(),
         )
 
     def _queue_stats(self) -> tuple[tuple[str, float], ...]:
@@ -314,6 +323,8 @@ class Engine:
                 self.runner.set_pages(seq.slot, 0, seq.pages)
                 if seq.request.sampling.logit_bias:
                     self.runner.set_bias(seq.slot, seq.request.sampling.logit_bias)
+                if self.speculation is not None:
+                    self.speculation.admit(seq)
             except DeviceError as error:
                 return self._fail(str(error))
             except Exception as error:
@@ -323,7 +334,11 @@ class Engine:
     def _run(self, step: Step) -> None:
         parts: list[Part] = []
         rows: list[SeqRows] = []
+        speculation = self.speculation
         try:
+            start = self._clock()
+            if speculation is not None and step.kind is StepKind.ROUND:
+                speculation.propose([part.seq for part in step.parts])
             for part in step.parts:
                 try:
                     rows.append(self._rows(part))
@@ -335,82 +350,145 @@ class Engine:
                     self._fail_requests([part.seq], _internal(error))
             if not parts:
                 return
-            start = self._clock()
-            results = self.runner.step(rows)
+            drafted = speculation is not None and any(row.num_draws > 1 for row in rows)
+            if speculation is not None and drafted:
+                results = speculation.verify(rows)
+            else:
+                results = [() if drawn is None else (drawn,) for drawn in self.runner.step(rows)]
+            now = self._clock()
+            self._progress_s = now
+            kept = [
+                self._commit_or_fail(part.seq, row, drawn, now)
+                for part, row, drawn in zip(parts, rows, results, strict=True)
+            ]
+            if speculation is not None:
+                if drafted:
+                    speculation.fold(rows, kept)
+                self._publish()
+                self._advance(speculation, parts, rows, results)
         except DeviceError as error:
             log.exception("the device failed")
             return self._fail(str(error))
         except Exception as error:
             log.exception("a step failed")
             return self._fail_requests([part.seq for part in parts], _internal(error))
-        now = self._clock()
-        self._progress_s = now
+        took = self._clock() - start
         if step.kind is StepKind.PREFILL:
-            self._prefill_s += now - start
+            self._prefill_s += took
         else:
-            self._decode_s += now - start
+            self._decode_s += took
             self._num_rounds += 1
             self._num_round_rows += len(parts)
+
+    @staticmethod
+    def _advance(
+        speculation: Speculation, parts: Seq[Part], rows: Seq[SeqRows], results: Seq[tuple[Drawn, ...]]
+    ) -> None:
+        """Tell the drafters what the step made final of the sequences that go on."""
+        seqs, kv_lens, following = list[Sequence](), list[int](), list[tuple[int, ...]]()
         for part, row, drawn in zip(parts, rows, results, strict=True):
-            if part.seq.phase is Phase.DONE:
+            seq = part.seq
+            if seq.phase is Phase.DONE:
                 continue
-            try:
-                self._commit(part, row, drawn, now)
-            except Exception as error:
-                log.exception("request %s failed", part.seq.request.id)
-                self._fail_requests([part.seq], _internal(error))
+            prompt = () if row.generated else seq.request.prompt_ids[row.kv_len + 1 : row.kv_len + part.count + 1]
+            seqs.append(seq)
+            kv_lens.append(row.kv_len)
+            following.append((*prompt, *(d.token for d in drawn)))
+        speculation.advance(seqs, kv_lens, following)
 
     def _rows(self, part: Part) -> SeqRows:
-        """A sequence's rows of a step. Its grammar mask is set on the way, if it draws."""
+        """A sequence's rows of a step. The grammar masks of its draws are set on the way."""
         seq, request = part.seq, part.seq.request
         generated = seq.phase is Phase.DECODE
         end = seq.kv_len + part.count
+        drafts = seq.drafts if generated else ()
         draw = None
         if generated or (end == seq.prompt_len and seq.max_tokens):
             masked = False
             if request.mask is not None:
-                words: NDArray[np.int32] = np.full((self.limits.domain + 31) // 32, -1, np.int32)
-                masked = request.mask.fill(words)
-                if masked:
-                    self.runner.set_mask(seq.slot, words)
+                drafts, masked = self._set_masks(seq.slot, request.mask, drafts)
             draw = Draw(sampling=request.sampling, seed=seq.seed, logprobs=request.logprobs, masked=masked)
         return SeqRows(
             slot=seq.slot,
             kv_len=seq.kv_len,
-            tokens=(seq.last,) if generated else request.prompt_ids[seq.kv_len : end],
+            tokens=(seq.last, *drafts) if generated else request.prompt_ids[seq.kv_len : end],
             generated=generated,
             draw=draw,
+            num_draws=1 + len(drafts),
         )
 
-    def _commit(self, part: Part, row: SeqRows, drawn: Drawn | None, now: float) -> None:
-        """Take note of what a step did to a sequence, and say what it drew."""
-        seq, request = part.seq, part.seq.request
-        seq.kv_len += part.count
-        if not row.generated:
-            self._num_prompt_tokens += part.count
+    def _set_masks(self, slot: int, mask: TokenMask, drafts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """A mask for each draw, those after drafts included. Returns the drafts that the grammar allows, and whether
+        any draw is masked."""
+        masks: list[NDArray[np.int32]] = []
+        any_masked = False
+        for i in range(1 + len(drafts)):
+            words: NDArray[np.int32] = np.full((self.limits.domain + 31) // 32, -1, np.int32)
+            masked = mask.fill(words)
+            masks.append(words if masked else np.full_like(words, -1))
+            any_masked |= masked
+            if i == len(drafts) or not mask.accept(drafts[i]):
+                break
+        if len(masks) > 1:
+            mask.rollback(len(masks) - 1)
+        for i, words in enumerate(masks if any_masked else ()):
+            self.runner.set_mask(slot, words, i)
+        return drafts[: len(masks) - 1], any_masked
+
+    def _commit_or_fail(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> int:
+        if seq.phase is Phase.DONE:
+            return 0
+        try:
+            return self._commit(seq, row, drawn, now)
+        except Exception as error:
+            log.exception("request %s failed", seq.request.id)
+            self._fail_requests([seq], _internal(error))
+            return 0
+
+    def _commit(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> int:
+        """Take note of what a step did to a sequence, and say what it drew. Returns the rows kept; 0: it is done."""
+        if row.generated:
+            seq.kv_len += len(drawn)
+        else:
+            seq.kv_len += len(row.tokens)
+            self._num_prompt_tokens += len(row.tokens)
         if row.draw is None:
             if seq.kv_len == seq.prompt_len:  # max_tokens is 0: the prompt was all that was asked
                 seq.prefilled_s = now
                 self._finish(seq, FinishReason.LENGTH)
-            return
-        if drawn is None:
+            return 0
+        if not drawn:
             raise RuntimeError("the runner drew nothing")
         if not row.generated:
             seq.prefilled_s, seq.phase = now, Phase.DECODE
-        if drawn.token < 0:
-            return self._finish(seq, FinishReason.ERROR, error="the model's logits were not finite")
-        seq.num_generated += 1
-        self._num_generated_tokens += 1
-        stop = drawn.token in request.stop_ids
-        if request.mask is not None and not request.mask.accept(drawn.token) and not stop:
-            return self._finish(seq, FinishReason.ERROR, error=f"the grammar refused token {drawn.token}")
-        if stop:
-            return self._finish(seq, FinishReason.STOP, stop_id=drawn.token)
-        token = TokenOut(drawn.token, drawn.logprob, drawn.top)
-        if seq.num_generated >= seq.max_tokens:
-            return self._finish(seq, FinishReason.LENGTH, tokens=(token,))
-        seq.last = drawn.token
-        self._post(seq, Delta(request_id=request.id, tokens=(token,)))
+        tokens: list[TokenOut] = []
+        end = self._take(seq, drawn, tokens)
+        if row.generated and self.speculation is not None:
+            self.speculation.note(seq, len(row.tokens) - 1, min(len(drawn) - 1, len(tokens)))
+        if end is not None:
+            self._finish(seq, tokens=tuple(tokens), **end)
+            return 0
+        seq.last = drawn[-1].token
+        self._post(seq, Delta(request_id=seq.request.id, tokens=tuple(tokens)))
+        return len(drawn)
+
+    def _take(self, seq: Sequence, drawn: Seq[Drawn], tokens: list[TokenOut]) -> dict[str, Any] | None:
+        """Add what was drawn to the reply, up to its end. Returns how it ended, as arguments of _finish."""
+        request = seq.request
+        for one in drawn:
+            if one.token < 0:
+                return {"reason": FinishReason.ERROR, "error": "the model's logits were not finite"}
+            seq.num_generated += 1
+            self._num_generated_tokens += 1
+            stop = one.token in request.stop_ids
+            if request.mask is not None and not request.mask.accept(one.token) and not stop:
+                return {"reason": FinishReason.ERROR, "error": f"the grammar refused token {one.token}"}
+            if stop:
+                return {"reason": FinishReason.STOP, "stop_id": one.token}
+            tokens.append(TokenOut(one.token, one.logprob, one.top))
+            if seq.num_generated >= seq.max_tokens:
+                return {"reason": FinishReason.LENGTH}
+        return None
 
     def _finish(
         self,
@@ -449,6 +527,8 @@ class Engine:
     def _free(self, seq: Sequence) -> None:
         slot = seq.slot
         self.scheduler.remove(seq)
+        if slot >= 0 and self.speculation is not None:
+            self.speculation.free(slot)
         self._num_requests += 1
         self._past = self._past.with_counts_of(seq.timings(self._clock()))
         with self._lock:

@@ -22,13 +22,15 @@ from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
-from ninfer.ir.types import Env
+from ninfer.ir.types import Env, TensorType
 from ninfer.models import identify
-from ninfer.models.family import Family, ModelSpec
+from ninfer.models.family import Family, ModelSpec, Rounds
 from ninfer.routes.measure import Calibration, calibrate
 from ninfer.routes.profile import cache_dir, load_profile, save_profile, user_path
 from ninfer.runtime.backend import Backend, Progress, Report, open_backend
 from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
+from ninfer.runtime.draft.rounds import Speculation
+from ninfer.runtime.draft.stages import Stage, lower_rounds, plan_rounds, speculation_of
 from ninfer.runtime.memory_plan import ModelSizes, plan_memory
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.runner import (
@@ -63,8 +65,8 @@ class Model:
     kv: KVFormat
     tokenizer: Tokenizer | None
 
-    def graph(self, mode: str) -> Graph:
-        return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode)
+    def graph(self, mode: str, rounds: Rounds | None = None) -> Graph:
+        return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode, rounds=rounds)
 
 
 @frozen(kw_only=True)
@@ -78,6 +80,7 @@ class Loaded:
     generation_config: Mapping[str, Any]
     eos_ids: frozenset[int]
     explain: Callable[[], str]
+    speculation: Speculation | None = None
     memory: Mapping[str, int] = attrs.field(factory=dict)  # bytes by what they are for, such as weights_bytes
 
 
@@ -116,35 +119,50 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         info, result = calibrate_model(config, progress=lambda done, total, what: progress("calibrating", done, total))
         save_profile(load_profile(info).layered(result.profile), user_path(info))
     lowering = backend.lowering(config, report)
-    graph = model.graph("sample")
-    weights = backend.weights(graph, model.artifact, progress)
-    limits = _limits(model, config, backend, graph, weights, report)
-    plans = plan_widths(lowering, lambda env: backend.graph(graph, env), limits)
-    entries = device.compile(list(plans.values()))
-    arena = max(p.arena_bytes for p in plans.values())
-    memory = device.memory(weights, state_types(graph), env_of(limits, limits.max_rows), arena)
-    consts = const_arrays(graph)
-    executables = {w: device.bind(p, memory, consts, entries) for w, p in plans.items()}
-    widths = ", ".join(map(str, plans))
+    rounds = plan_rounds(config, model.spec, model.graph)
+    graph = model.graph("sample", None if rounds is None else rounds.rounds)
+    graphs = [graph, *(() if rounds is None else rounds.graphs.values())]
+    weights: dict[str, Any] = {}
+    for one in graphs:  # those that share a weight share its array
+        weights |= backend.weights(one, model.artifact, progress, bound=weights)
+    states = state_types(*graphs)
+    limits = _limits(model, config, backend, states, weights, report)
+    plans = {"sample": plan_widths(lowering, lambda env: backend.graph(graph, env), limits)}
+    if rounds is not None:
+        report("drafts", rounds.line())
+        plans |= lower_rounds(rounds, lowering, backend.graph, limits)
+    all_plans = [plan for by_width in plans.values() for plan in by_width.values()]
+    entries = device.compile(all_plans)
+    arena = max(p.arena_bytes for p in all_plans)
+    memory = device.memory(weights, states, env_of(limits, limits.max_rows), arena)
+    consts = const_arrays(*graphs)
+    bound = {m: {w: device.bind(p, memory, consts, entries) for w, p in by.items()} for m, by in plans.items()}
+    widths = ", ".join(map(str, plans["sample"]))
     report("plans", f"widths {widths}  {len(entries)} kernels  ready in {time.perf_counter() - started:.1f} s")
+    speculation = None
+    if rounds is not None:
+        runs = {mode: Stage(by_width) for mode, by_width in bound.items()}
+        speculation = speculation_of(rounds, runs, model.tokenizer.special_ids)
     return Loaded(
-        runner=CompiledRunner(limits, device, memory, executables),
+        runner=CompiledRunner(limits, device, memory, bound["sample"]),
         tokenizer=model.tokenizer,
         chat_template=_chat_template(model, config),
         model_id=config.model_id or model.artifact.model_id,
         generation_config=model.artifact.generation_config,
         eos_ids=_eos_ids(model),
-        explain=lambda: "\n\n".join(f"width {w}\n{plan.table()}" for w, plan in plans.items()),
-        memory=_ledger(graph, weights, limits, arena),
+        explain=lambda: "\n\n".join(
+            f"{mode} width {w}\n{plan.table()}" for mode, by_width in plans.items() for w, plan in by_width.items()
+        ),
+        speculation=speculation,
+        memory=_ledger(states, backend.weight_bytes(weights), limits, arena),
     )
 
 
-def _ledger(graph: Graph, weights: Mapping[str, Array], limits: Limits, arena_bytes: int) -> dict[str, int]:
+def _ledger(states: Mapping[str, TensorType], weight_bytes: int, limits: Limits, arena_bytes: int) -> dict[str, int]:
     env = env_of(limits, limits.max_rows)
-    states = {name: t.nbytes(env) for name, t in state_types(graph).items()}
-    kv = sum(n for name, n in states.items() if name.startswith("kv."))
-    weight_bytes = sum(w.raw.nbytes if isinstance(w, Packed) else w.nbytes for w in weights.values())
-    rest = sum(states.values()) - kv
+    sizes = {name: t.nbytes(env) for name, t in states.items()}
+    kv = sum(n for name, n in sizes.items() if name.startswith("kv."))
+    rest = sum(sizes.values()) - kv
     return {"weights_bytes": weight_bytes, "kv_bytes": kv, "state_bytes": rest, "arena_bytes": arena_bytes}
 
 
@@ -158,7 +176,7 @@ def load_scorer(
     device = backend.device
     graph = model.graph(mode)
     weights = backend.weights(graph, model.artifact, no_progress)
-    limits = _limits(model, config, backend, graph, weights)
+    limits = _limits(model, config, backend, state_types(graph), weights)
     env = env_of(limits, limits.max_rows, logit_rows=limits.max_rows)
     plan = backend.lowering(config, no_report).lower(backend.graph(graph, env), env)
     memory = device.memory(weights, state_types(graph), env, plan.arena_bytes)
@@ -180,7 +198,7 @@ def calibrate_model(
     lowering = backend.lowering(attrs.evolve(config, device_profile="off"), no_report)
     graph = model.graph("sample")
     weights = backend.weights(graph, model.artifact, no_progress)
-    limits = _limits(model, config, backend, graph, weights)
+    limits = _limits(model, config, backend, state_types(graph), weights)
     envs = [env_of(limits, w) for w in row_buckets(limits.max_rows)]
     bench = backend.bench(weights, state_types(graph), envs[-1], const_arrays(graph))
     table = np.arange(limits.max_pages * limits.slots, dtype=np.int32) % limits.pages
@@ -211,12 +229,11 @@ def _limits(
     model: Model,
     config: EngineConfig,
     backend: Backend,
-    graph: Graph,
+    states: Mapping[str, TensorType],
     weights: Mapping[str, Any],
     report: Report = no_report,
 ) -> Limits:
     one = Env(rows=1, logit_rows=1, seqs=1)
-    states = state_types(graph)
     sizes = ModelSizes(
         context_len=model.spec.context_len,
         domain=model.spec.domain,

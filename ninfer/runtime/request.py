@@ -103,6 +103,22 @@ class Delta:
 
 
 @frozen(kw_only=True)
+class DraftStats:
+    """Counts since start. A sequence's part of a round counts as a round; plain: one without drafts.
+
+    accepted_at: accepted drafts by their place in the round; copied: drafts that were copies of earlier text.
+    """
+
+    num_rounds: int = 0
+    num_plain_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    num_copied: int = 0
+    num_copies_accepted: int = 0
+
+
+@frozen(kw_only=True)
 class EngineStats:
     """A snapshot for /metrics, /slots and /health."""
 
@@ -127,6 +143,7 @@ class EngineStats:
     slots: tuple[Mapping[str, object], ...] = ()
     queue: tuple[tuple[str, float], ...] = ()  # ids of the first that wait, and for how many seconds
     tiers: tuple[Mapping[str, object], ...] = ()  # of the context cache: name, used_bytes, capacity_bytes and counters
+    drafts: DraftStats | None = None  # None: the engine has no drafter
 
 
 class EngineClient(Protocol):

@@ -110,5 +110,6 @@ def state_types(*graphs: Graph) -> dict[str, TensorType]:
     return types
 
 
-def const_arrays(graph: Graph) -> dict[str, NDArray[Any]]:
-    return {value.name: np.ascontiguousarray(array) for value, array in graph.consts.items()}
+def const_arrays(*graphs: Graph) -> dict[str, NDArray[Any]]:
+    """Of graphs of one model, where equal names mean equal arrays."""
+    return {value.name: np.ascontiguousarray(array) for graph in graphs for value, array in graph.consts.items()}

@@ -48,6 +48,11 @@ class Sequence:
     last: int = -1
     num_generated: int = 0
     num_cached: int = 0
+    drafting: bool = False
+    drafts: tuple[int, ...] = ()  # for the next round
+    copied: bool = False  # the drafts are a copy of earlier text
+    num_drafted: int = 0
+    num_accepted: int = 0
     skipped: int = 0  # prefill steps since it had one
     turn: int = 0  # the step it was in last
     admitted_s: float | None = None
@@ -77,4 +82,6 @@ class Sequence:
             queue_s=admitted - self.arrived_s,
             prefill_s=prefilled - admitted,
             decode_s=now - prefilled,
+            num_drafted_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
         )

@@ -34,8 +34,8 @@ def step_arrays(env: Env) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
 def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header: NDArray[Any]) -> int:
     """Write a batch into step arrays and header; what lies beyond the counts is left as it was. Returns the rows.
 
-    A sequence that draws has logit rows for its last num_draws rows. Token counts are kept while any sequence has penalties, and in
-    chunks that draw nothing, whose sequence may have them later.
+    A sequence that draws has logit rows for its last num_draws rows. Token counts are kept while any sequence has
+    penalties, and in chunks that draw nothing, whose sequence may have them later.
     """
     params = step["params"].view(SAMPLE_PARAMS.numpy).reshape(-1)
     at, num_logits, flags = 0, 0, 0

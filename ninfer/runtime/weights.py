@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 
 import numpy as np
@@ -18,16 +18,23 @@ from ninfer.ir.types import Array
 Progress = Callable[[int, int], None]  # weights done, weights in all
 
 
-def bind_weights(graph: Graph, artifact: Artifact, progress: Progress = lambda done, total: None) -> dict[str, Array]:
-    """Arrays by weight name: Packed for matrices with a format, float32 for the rest.
+def bind_weights(
+    graph: Graph,
+    artifact: Artifact,
+    progress: Progress = lambda done, total: None,
+    *,
+    bound: Collection[str] = (),
+) -> dict[str, Array]:
+    """Arrays by weight name: Packed for matrices with a format, float32 for the rest.   bound: names to leave out.
 
     Raises ArtifactError naming the tensor, with what was found and what was expected.
     """
     binder = _Binder(artifact)
     weights: dict[str, Array] = {}
-    for i, (value, spec) in enumerate(graph.weights.items()):
+    wanted = {value: spec for value, spec in graph.weights.items() if value.name not in bound}
+    for i, (value, spec) in enumerate(wanted.items()):
         weights[value.name] = binder.bind(value, spec)
-        progress(i + 1, len(graph.weights))
+        progress(i + 1, len(wanted))
     return weights
 
 

@@ -185,6 +185,10 @@ class Tokenizer:
         """A control token: shown only on request."""
         return id in self._special
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
     def special_texts(self) -> tuple[str, ...]:
         """The spellings of the control tokens."""
         return tuple(t for i in sorted(self._special) if (t := self.token_text(i)))

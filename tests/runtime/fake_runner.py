@@ -6,9 +6,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ninfer.config import EngineConfig
-from ninfer.ir.step import PAGE
+from ninfer.ir.step import MASK_ROWS, PAGE
 from ninfer.runtime.batch import Draw, Drawn, Limits, SeqRows
+from ninfer.runtime.draft.drafter import Advance, Want
+from ninfer.runtime.draft.rounds import Speculation
 from ninfer.runtime.engine import Engine
 from ninfer.runtime.request import Delta, GenerateRequest, Sampling
 
@@ -42,12 +46,13 @@ class FakeRunner:
         self.token = token
         self.fail = fail
         self.steps: list[list[SeqRows]] = []
+        self.verified: list[list[SeqRows]] = []
         self.closed = False
         self._memory: dict[tuple[int, int], int] = {}  # (page, offset) -> token
         self._table: dict[tuple[int, int], int] = {}  # (slot, index) -> page
         self._cached: dict[int, list[int]] = {}  # by slot: what the page memory should say
         self.bias: dict[int, Mapping[int, float]] = {}
-        self.masks: dict[int, Any] = {}
+        self.masks: dict[tuple[int, int], Any] = {}
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         assert 0 <= slot < self.limits.slots and first + len(pages) <= self.limits.max_pages
@@ -58,9 +63,9 @@ class FakeRunner:
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
         self.bias[slot] = dict(bias)
 
-    def set_mask(self, slot: int, words: Any) -> None:
-        assert words.shape == ((self.limits.domain + 31) // 32,)
-        self.masks[slot] = words.copy()
+    def set_mask(self, slot: int, words: Any, row: int = 0) -> None:
+        assert words.shape == ((self.limits.domain + 31) // 32,) and row < MASK_ROWS
+        self.masks[slot, row] = words.copy()
 
     def step(self, seqs: Sequence[SeqRows]) -> Sequence[Drawn | None]:
         assert not self.closed
@@ -89,11 +94,41 @@ class FakeRunner:
             return None
         return self._draw(s.slot, s.draw, history)
 
-    def _draw(self, slot: int, draw: Draw, history: list[int]) -> Drawn:
+    def verify(self, seqs: Sequence[SeqRows]) -> Mapping[str, Any]:
+        """The "verify" graph: a draw after every row; what the slots hold stays as it was until `fold`."""
+        error = self.fail(seqs)
+        if error is not None:
+            raise error
+        self.verified.append(list(seqs))
+        found: list[Drawn] = []
+        for s in seqs:
+            cached = self._cached[s.slot]
+            assert s.kv_len == len(cached), f"slot {s.slot} holds {len(cached)} tokens, rows extend {s.kv_len}"
+            assert s.draw is not None and s.num_draws == len(s.tokens) <= MASK_ROWS
+            history = [self._memory[self._place(s.slot, i)] for i in range(len(cached))]
+            for i, token in enumerate(s.tokens):
+                self._memory[self._place(s.slot, len(history))] = token
+                history.append(token)
+                found.append(self._draw(s.slot, s.draw, history, i))
+        return {
+            "token": np.array([d.token for d in found], np.int32),
+            "logprob": np.array([[-1.0 - i] for i in range(len(found))], np.float32),
+            "top": np.zeros((len(found), 0), np.int32),
+        }
+
+    def fold(self, seqs: Sequence[SeqRows]) -> Mapping[str, Any]:
+        """The "fold" graph: the slots hold these rows of the last verification too."""
+        for s in seqs:
+            last = next(v for v in self.verified[-1] if v.slot == s.slot)
+            assert s.kv_len == last.kv_len and s.tokens == last.tokens[: len(s.tokens)] and s.draw is None
+            self._cached[s.slot] += s.tokens
+        return {}
+
+    def _draw(self, slot: int, draw: Draw, history: list[int], row: int = 0) -> Drawn:
         assert dict(draw.sampling.logit_bias) == dict(self.bias.get(slot, {})), f"slot {slot}: stale logit bias"
         token = self.token(history, draw.seed)
         if draw.masked:
-            words = self.masks[slot]
+            words = self.masks[slot, row]
             while not words[token >> 5] >> (token & 31) & 1:
                 token = (token + 1) % self.limits.domain
         return Drawn(token, -1.0 if draw.logprobs is not None else None)
@@ -122,6 +157,51 @@ def config(**changes: Any) -> EngineConfig:
 
 def engine(runner: FakeRunner | None = None, clock: Clock | None = None, **changes: Any) -> Engine:
     return Engine(runner or FakeRunner(), config(**changes), clock=clock or Clock())
+
+
+class Foresight:
+    """A drafter that knows the model, and is wrong wherever `wrong(position)` says so."""
+
+    name = "foresight"
+
+    def __init__(self, runner: FakeRunner, wrong: Callable[[int], bool] = lambda position: False) -> None:
+        self.runner, self.wrong = runner, wrong
+        self.known: dict[int, list[int]] = {}  # by slot
+        self.seeds: dict[int, int] = {}  # by the first token of a prompt, which requests of a test have to themselves
+
+    def begin(self, slot: int, prompt: Sequence[int]) -> None:
+        self.known[slot] = list(prompt)
+
+    def end(self, slot: int) -> None:
+        self.known.pop(slot, None)
+
+    def advance(self, parts: Sequence[Advance]) -> None:
+        for p in parts:
+            known = self.known[p.slot]
+            assert p.kv_len < len(known) and p.following, "tokens came out of order"
+            del known[p.kv_len + 1 :]
+            known += p.following
+
+    def propose(self, wants: Sequence[Want]) -> list[tuple[int, ...]]:
+        return [self._propose(w) for w in wants]
+
+    def _propose(self, w: Want) -> tuple[int, ...]:
+        history = list(self.known[w.slot])
+        assert len(history) == w.kv_len + 1 and history[-1] == w.last
+        n = len(history)
+        for _ in range(w.limit):
+            token = self.runner.token(history, self.seeds.get(history[0], 7))
+            history.append((token + self.wrong(len(history))) % DOMAIN)
+        return tuple(history[n:])
+
+
+def speculative(
+    runner: FakeRunner, num_drafts: int, *, wrong: Callable[[int], bool] = lambda position: False, **changes: Any
+) -> tuple[Engine, Foresight]:
+    """An engine with drafts, and its drafter."""
+    drafter = Foresight(runner, wrong)
+    speculation = Speculation(runner.verify, runner.fold, drafter, None, num_drafts, 0)
+    return Engine(runner, config(**changes), speculation=speculation, clock=Clock()), drafter
 
 
 def request(id: str, prompt: int | Sequence[int] = 5, max_tokens: int = 4, **more: Any) -> GenerateRequest:

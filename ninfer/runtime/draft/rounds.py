@@ -1,0 +1,146 @@
+"""A round of drafts: proposed, verified by the target in one pass, kept as far as the target agrees.
+
+The order is propose, verify, accept, fold, advance. Verification draws after every row, keyed by the position that the
+draw fills, as a step without drafts would; it writes keys and values in place, where those of rejected rows are out of
+reach, and leaves recurrent states and token counts alone. Folding moves these over the kept rows, from what
+verification noted in its rings. Nothing of it depends on the host but the texts of drafts, stop tokens and grammar
+masks: a device may chain the graphs of a round, since each reads only states and the step's arrays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from attrs import define, evolve, field
+
+from ninfer.runtime.batch import Drawn, SeqRows
+from ninfer.runtime.draft.drafter import Advance, Drafter, Run, Want
+from ninfer.runtime.draft.ngram import NgramDrafter
+from ninfer.runtime.request import DraftStats, GenerateRequest
+from ninfer.runtime.sequence import Sequence as Seq
+from ninfer.runtime.steps import read_draws
+
+
+def num_agreed(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:
+    """Drafts that equal the target's own draws, up to the first that does not."""
+    n = 0
+    while n < len(drafts) and drawn[n].token == drafts[n]:
+        n += 1
+    return n
+
+
+def before_stop(drafts: Iterable[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
+    """Drafts up to an end token: the target draws that one by itself, and nothing comes after it."""
+    kept: list[int] = []
+    for token in drafts:
+        if token in stop_ids:
+            break
+        kept.append(token)
+    return tuple(kept)
+
+
+@define
+class Speculation:
+    """What the engine asks about drafts; on its thread only.
+
+    run_verify, run_fold: the "verify" and "fold" graphs; without a fold, verifying moves all there is to move.
+    num_drafts: of `drafter` in a round; num_copied: of `copier`, whose drafts go before the drafter's.
+    """
+
+    run_verify: Run
+    run_fold: Run | None
+    drafter: Drafter | None
+    copier: NgramDrafter | None
+    num_drafts: int
+    num_copied: int
+    _at: list[int] = field(init=False)  # accepted drafts by their place in the round
+    _count: Counter[str] = field(init=False, factory=Counter)  # fields of DraftStats
+
+    def __attrs_post_init__(self) -> None:
+        self._at = [0] * max(self.num_drafts, self.num_copied)
+
+    @property
+    def most_rows(self) -> int:
+        """Of a sequence in a round."""
+        return 1 + len(self._at)
+
+    @property
+    def _drafters(self) -> list[Drafter]:
+        return [d for d in (self.copier, self.drafter) if d is not None]
+
+    def admit(self, seq: Seq) -> None:
+        seq.drafting = seq.max_tokens > 2 and _can_draft(seq.request)
+        if seq.drafting:
+            for drafter in self._drafters:
+                drafter.begin(seq.slot, seq.request.prompt_ids)
+
+    def free(self, slot: int) -> None:
+        for drafter in self._drafters:
+            drafter.end(slot)
+
+    def propose(self, seqs: Sequence[Seq]) -> None:
+        """Set the drafts of each, possibly none: a copy where there is a long one, else the drafter's."""
+        seqs = [seq for seq in seqs if seq.drafting]
+        for seq in seqs:
+            seq.drafts, seq.copied = (), False
+        if self.copier is not None:
+            for seq, drafts in zip(seqs, self.copier.propose(self._wants(seqs, self.num_copied)), strict=True):
+                seq.drafts, seq.copied = before_stop(drafts, seq.request.stop_ids), bool(drafts)
+        rest = [seq for seq in seqs if not seq.drafts]
+        if self.drafter is not None and rest:
+            for seq, drafts in zip(rest, self.drafter.propose(self._wants(rest, self.num_drafts)), strict=True):
+                seq.drafts, seq.copied = before_stop(drafts, seq.request.stop_ids), False
+
+    def _wants(self, seqs: Sequence[Seq], most: int) -> list[Want]:
+        return [Want(slot=s.slot, kv_len=s.kv_len, last=s.last, limit=_limit(s, most)) for s in seqs]
+
+    def verify(self, rows: Sequence[SeqRows]) -> list[tuple[Drawn, ...]]:
+        """The draws of each sequence, as far as its drafts agree: the last one is the target's alone."""
+        drawn = read_draws(rows, self.run_verify(rows))
+        return [found[: 1 + num_agreed(row.tokens[1:], found)] for row, found in zip(rows, drawn, strict=True)]
+
+    def fold(self, rows: Sequence[SeqRows], kept: Sequence[int]) -> None:
+        """Move what verification left in place over the first kept[i] rows of rows[i]."""
+        moved = [evolve(row, tokens=row.tokens[:n], draw=None) for row, n in zip(rows, kept, strict=True) if n]
+        if self.run_fold is not None and moved:
+            self.run_fold(moved)
+
+    def advance(self, seqs: Sequence[Seq], kv_lens: Sequence[int], following: Sequence[tuple[int, ...]]) -> None:
+        """What became final of each, from kv_len on, with the token after every row; after a step of any kind."""
+        parts = [
+            Advance(slot=seq.slot, kv_len=kv_len, following=ids, limit=_limit(seq, self.num_drafts))
+            for seq, kv_len, ids in zip(seqs, kv_lens, following, strict=True)
+            if seq.drafting and ids
+        ]
+        for drafter in self._drafters if parts else ():
+            drafter.advance(parts)
+
+    def note(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
+        """A sequence's part of a round."""
+        self._count["num_rounds" if num_drafts else "num_plain_rounds"] += 1
+        self._count["num_drafted"] += num_drafts
+        self._count["num_accepted"] += num_accepted
+        if seq.copied:
+            self._count["num_copied"] += num_drafts
+            self._count["num_copies_accepted"] += num_accepted
+        for i in range(num_accepted):
+            self._at[i] += 1
+        seq.num_drafted += num_drafts
+        seq.num_accepted += num_accepted
+
+    def stats(self) -> DraftStats:
+        return DraftStats(accepted_at=tuple(self._at), **self._count)
+
+
+def _can_draft(request: GenerateRequest) -> bool:
+    """Penalties depend on the tokens before a draw, and the counts of a slot know those before the round only."""
+    s = request.sampling
+    return s.repetition_penalty == 1 and s.presence_penalty == 0 and s.frequency_penalty == 0
+
+
+def _limit(seq: Seq, most: int) -> int:
+    """Drafts that a round may keep and still have a token of its own to draw; 0 inside the prompt."""
+    if seq.last < 0:
+        return 0
+    return max(0, min(most, seq.max_tokens - seq.num_generated - 1))

@@ -1,0 +1,140 @@
+"""From flags to rounds: which drafter, its graphs beside the target's, and their plans bound to one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from attrs import define, frozen
+from numpy.typing import NDArray
+
+from ninfer.config import EngineConfig
+from ninfer.devices.base import Executable
+from ninfer.devices.plan import Plan
+from ninfer.errors import UsageError
+from ninfer.ir.graph import Graph
+from ninfer.ir.types import Env
+from ninfer.models.family import ModelSpec, Rounds
+from ninfer.routes.lower import Lowering
+from ninfer.runtime.batch import Limits, SeqRows
+from ninfer.runtime.draft.drafter import Drafter, Run
+from ninfer.runtime.draft.mtp import MtpDrafter
+from ninfer.runtime.draft.ngram import NgramDrafter
+from ninfer.runtime.draft.rounds import Speculation
+from ninfer.runtime.runner import env_of, row_buckets
+from ninfer.runtime.steps import fill_step
+
+BuildGraph = Callable[[str, Rounds], Graph]  # of a mode
+
+
+@frozen
+class DrafterKind:
+    """A drafter with graphs of its own.   num_drafts: by default. lacks: why a model cannot use it."""
+
+    mode: str
+    num_drafts: int
+    lacks: Callable[[ModelSpec], str | None]
+    make: Callable[[Run], Drafter]
+
+
+def _lacks_mtp(spec: ModelSpec) -> str | None:
+    return None if spec.num_mtp_layers else "the checkpoint has no multi-token-prediction block (mtp.*)"
+
+
+KINDS: Mapping[str, DrafterKind] = {
+    "mtp": DrafterKind(mode="draft", num_drafts=3, lacks=_lacks_mtp, make=MtpDrafter),
+}
+
+
+@frozen(kw_only=True)
+class RoundPlan:
+    """What the flags ask for, checked against the model.   kind None: copies alone."""
+
+    name: str
+    kind: DrafterKind | None
+    num_drafts: int  # of the kind
+    num_copied: int
+    min_match: int
+    rounds: Rounds
+    graphs: Mapping[str, Graph]
+
+    @property
+    def most_rows(self) -> int:
+        """Of a sequence in a round."""
+        return self.rounds.journal_rows
+
+    def line(self) -> str:
+        """For the start-up report."""
+        own = f"{self.name}  {self.num_drafts} drafts a round" if self.kind is not None else "ngram"
+        return f"{own}  copies of up to {self.num_copied} tokens" if self.num_copied else own
+
+
+def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> RoundPlan | None:
+    """None: no drafts. Raises UsageError where the model lacks what the drafter needs, with what would work."""
+    if config.spec == "none":
+        return None
+    kind = KINDS.get(config.spec)
+    reason = kind.lacks(spec) if kind is not None else None
+    if reason is not None:
+        raise UsageError(
+            f"--spec {config.spec}: {reason}; --spec ngram works with every model, --spec none without drafts"
+        )
+    copied = config.ngram_draft_tokens
+    if kind is None:
+        copied = config.draft_tokens or copied
+        if not copied:
+            raise UsageError("--spec ngram with --ngram-draft-tokens 0 drafts nothing; use --spec none")
+    num_drafts = 0 if kind is None else config.draft_tokens or kind.num_drafts
+    rows = 1 + max(num_drafts, copied)
+    rounds = Rounds(
+        hidden_rows=0 if kind is None else max(config.prefill_chunk, config.max_concurrency, rows),
+        journal_rows=rows,
+    )
+    modes = ["verify", "fold", *([kind.mode] if kind is not None else [])]
+    return RoundPlan(
+        name=config.spec,
+        kind=kind,
+        num_drafts=num_drafts,
+        num_copied=copied,
+        min_match=config.ngram_min_match,
+        rounds=rounds,
+        graphs={mode: build(mode, rounds) for mode in modes},
+    )
+
+
+def lower_rounds(
+    plan: RoundPlan, lowering: Lowering, graph_at: Callable[[Graph, Env], Graph], limits: Limits
+) -> dict[str, dict[int, Plan]]:
+    """Plans of each graph by width, as the device runs it there. A drafter also runs over prompts."""
+    most = limits.max_seqs * plan.most_rows
+    plans: dict[str, dict[int, Plan]] = {}
+    for mode, graph in plan.graphs.items():
+        if not graph.nodes:
+            continue
+        rows = most if mode in ("verify", "fold") else max(most, limits.max_rows)
+        logit_rows = most if mode == "verify" else limits.max_seqs
+        envs = [env_of(limits, w, min(w, logit_rows)) for w in row_buckets(rows)]
+        plans[mode] = {env.rows: lowering.lower(graph_at(graph, env), env) for env in envs}
+    return plans
+
+
+@define
+class Stage:
+    """A graph's plans by width, ascending, over the memory of its model."""
+
+    executables: Mapping[int, Executable]
+
+    def __call__(self, seqs: Sequence[SeqRows]) -> Mapping[str, NDArray[Any]]:
+        rows = sum(len(s.tokens) for s in seqs)
+        executable = next((e for width, e in self.executables.items() if rows <= width), None)
+        if executable is None:
+            raise ValueError(f"a step of {rows} rows exceeds the {max(self.executables)} of the widest plan")
+        fill_step(seqs, executable.step, executable.header)
+        return executable.launch()
+
+
+def speculation_of(plan: RoundPlan, runs: Mapping[str, Run], special: Collection[int]) -> Speculation:
+    """runs: of the plan's graphs; a graph without nodes needs none. special: tokens that no copy reaches over."""
+    drafter = None if plan.kind is None else plan.kind.make(runs[plan.kind.mode])
+    copier = NgramDrafter(special, plan.min_match, beyond=plan.num_drafts) if plan.num_copied else None
+    return Speculation(runs["verify"], runs.get("fold"), drafter, copier, plan.num_drafts, plan.num_copied)
