@@ -50,10 +50,6 @@ class QueueTimeout(NinferError):
     """The request waited too long for a slot."""
 
 
-class RequestTimeout(NinferError):
-    """The request took longer than the server lets one take."""
-
-
 class EngineUnavailable(NinferError):
     """The engine is loading, draining, or has failed."""
 

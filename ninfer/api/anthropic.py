@@ -57,7 +57,7 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
     drawn = sampling(body)
     if body["temperature"].given:
         drawn["temperature"] = number(0, 1)(body["temperature"])
-    options, hidden, budget = _thinking(body)
+    options, hidden = _thinking(body)
     if prefill:
         options.setdefault("enable_thinking", False)
     ask = Ask(
@@ -68,7 +68,6 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
         stop=_stops(body["stop_sequences"]),
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
-        thinking_budget=budget,
         format=evolve(format, strict=True) if format is not None else None,
     )
     return ask, View(model=label or served, hidden=hidden)
@@ -81,22 +80,22 @@ def _stops(value: Value) -> tuple[str, ...]:
     return found
 
 
-def _thinking(body: Value) -> tuple[dict[str, Any], bool, int | None]:
-    """What the template is told, whether reasoning stays hidden, and its tokens at most."""
+def _thinking(body: Value) -> tuple[dict[str, Any], bool]:
+    """What the template is told, and whether reasoning stays hidden."""
     options: dict[str, Any] = {}
     thinking, config = body["thinking"], body["output_config"]
-    hidden, budget = False, None
+    hidden = False
     if thinking.given:
         kind = choice("enabled", "adaptive", "disabled")(thinking["type"])
         options["enable_thinking"] = kind != "disabled"
-        budget = thinking["budget_tokens"].maybe(integer(1)) if kind != "disabled" else None
+        thinking["budget_tokens"].maybe(integer(1))
         hidden = thinking["display"].maybe(choice("summarized", "omitted")) == "omitted"
     effort = config["effort"].maybe(choice(*EFFORTS)) if config.given else None
     if effort == "none":
         options.setdefault("enable_thinking", False)
     elif effort is not None:
         options["reasoning_effort"] = effort
-    return options, hidden, budget
+    return options, hidden
 
 
 @define

@@ -1,7 +1,8 @@
 """Models without files: published shapes, weights from a seed. For measuring speed; their text means nothing.
 
 `synthetic:qwen3.5-27b` is a name; a format is one name, or two as in `q4_g64/q5_g64`: queries, keys, delta inputs, gate
-and up in the first, other projections in the second. Embedding and head take q8_g32 beside formats of fewer bits.
+and up in the first, other projections in the second. Embedding and head take q8_g32 beside formats of fewer bits. In
+Qwen models with experts these formats are those of the experts, and all else has q8_g32, as published recipes do.
 """
 
 from __future__ import annotations
@@ -64,6 +65,52 @@ def _qwen3_5(
     }
 
 
+def _moe(config: dict[str, Any], experts: int, top_k: int, inner: int) -> dict[str, Any]:
+    return config | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": inner,
+    }
+
+
+def _gemma4(
+    hidden: int, layers: int, inner: int, heads: int, kv: tuple[int, int], dims: tuple[int, int],
+    experts: tuple[int, int, int], *, vocab: int = 262144, window: int = 1024,
+) -> dict[str, Any]:  # fmt: skip
+    """kv, dims: of sliding and of full layers. experts: how many, picked, width of one."""
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv[0],
+        "num_global_key_value_heads": kv[1],
+        "head_dim": dims[0],
+        "global_head_dim": dims[1],
+        "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": vocab,
+        "max_position_embeddings": 262144,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+        "final_logit_softcapping": 30.0,
+        "enable_moe_block": True,
+        "num_experts": experts[0],
+        "top_k_experts": experts[1],
+        "moe_intermediate_size": experts[2],
+        "tie_word_embeddings": True,
+    }
+
+
 def _llama(
     hidden: int, layers: int, inner: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
 ) -> dict[str, Any]:
@@ -89,16 +136,23 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3.5-9b": _qwen3_5(4096, 32, 12288, 16, 4, 32),
     "bonsai2-27b": _qwen3_5(5120, 64, 17408, 24, 4, 48),
     "qwen3.5-tiny": _qwen3_5(512, 4, 1024, 4, 2, 8, vocab=4096, key_heads=4),
+    "qwen3.5-35b-a3b": _moe(_qwen3_5(2048, 40, 512, 16, 2, 32), 256, 8, 512),
+    "gemma4-26b-a4b": _gemma4(2816, 30, 2112, 16, (8, 2), (256, 512), (128, 8, 704)),
+    "qwen3.5-moe-tiny": _moe(_qwen3_5(256, 4, 128, 4, 2, 8, vocab=4096, key_heads=4), 16, 4, 128),
+    "gemma4-tiny": _gemma4(256, 6, 192, 4, (2, 1), (64, 128), (8, 2, 64), vocab=4096, window=128),
     "llama-8b": _llama(4096, 32, 14336, 32, 8, 128256, tied=False),
     "llama-tiny": _llama(256, 2, 512, 4, 2, 4096, tied=True),
 }
-DEFAULT_FORMAT = {"bonsai2-27b": "t2_g128"}
-_FIRST = ("q_proj", "k_proj", "in_proj_qkv", "gate_proj", "up_proj")
-_SMALL = ("in_proj_a", "in_proj_b")
+DEFAULT_FORMAT = {"bonsai2-27b": "t2_g128", "gemma4-26b-a4b": "q4_0"}
+EMBEDDING = {"gemma4_text": "q6_k"}
+_FIRST = ("q_proj", "k_proj", "in_proj_qkv", "gate_proj", "up_proj", "gate_up_proj")
+_SMALL = ("in_proj_a", "in_proj_b", "gate", "shared_expert_gate", "proj")  # gates, and routers by both their names
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of a checkpoint of this config."""
+    if config["model_type"] == "gemma4_text":
+        return _gemma4_shapes(config)
     h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     qwen = config["model_type"].startswith("qwen3_5")
     d = config.get("head_dim", h // heads)
@@ -112,8 +166,12 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
         shapes |= {f"{p}input_layernorm.weight": (h,), f"{p}post_attention_layernorm.weight": (h,)}
-        shapes |= {f"{p}mlp.{n}_proj.weight": (inner, h) for n in ("gate", "up")}
-        shapes[f"{p}mlp.down_proj.weight"] = (h, inner)
+        if "num_experts" in config:
+            shapes |= _expert_shapes(f"{p}mlp.experts.", config["num_experts"], config["moe_intermediate_size"], h)
+            shapes |= _mlp_shapes(f"{p}mlp.shared_expert.", config["shared_expert_intermediate_size"], h)
+            shapes |= {f"{p}mlp.gate.weight": (config["num_experts"], h), f"{p}mlp.shared_expert_gate.weight": (1, h)}
+        else:
+            shapes |= _mlp_shapes(f"{p}mlp.", inner, h)
         if qwen and (i + 1) % config["full_attention_interval"]:
             hv, dv = config["linear_num_value_heads"], config["linear_value_head_dim"]
             channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + hv * dv
@@ -135,6 +193,40 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{a}v_proj.weight": (kv, h), f"{a}o_proj.weight": (h, q)}
         if qwen:
             shapes |= {f"{a}q_norm.weight": (d,), f"{a}k_norm.weight": (d,)}
+    return shapes
+
+
+def _mlp_shapes(p: str, inner: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    both: dict[str, tuple[int, ...]] = {f"{p}{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
+    return both | {f"{p}down_proj.weight": (hidden, inner)}
+
+
+def _expert_shapes(p: str, num: int, inner: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {f"{p}gate_up_proj": (num, 2 * inner, hidden), f"{p}down_proj": (num, hidden, inner)}
+
+
+def _gemma4_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    h, heads, num = config["hidden_size"], config["num_attention_heads"], config["num_experts"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], h),
+        "model.norm.weight": (h,),
+    }
+    for i, kind in enumerate(config["layer_types"]):
+        p, full = f"model.layers.{i}.", kind == "full_attention"
+        d = config["global_head_dim" if full else "head_dim"]
+        kv = d * config["num_global_key_value_heads" if full else "num_key_value_heads"]
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        shapes |= {f"{p}{name}_layernorm.weight": (h,) for name in norms}
+        extra = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+        shapes |= {f"{p}{name}.weight": (h,) for name in extra}
+        shapes |= {f"{p}self_attn.q_proj.weight": (heads * d, h), f"{p}self_attn.k_proj.weight": (kv, h)}
+        if not full:
+            shapes[f"{p}self_attn.v_proj.weight"] = (kv, h)
+        shapes |= {f"{p}self_attn.o_proj.weight": (h, heads * d)}
+        shapes |= {f"{p}self_attn.{n}_norm.weight": (d,) for n in "qk"} | {f"{p}layer_scalar": (1,)}
+        shapes |= _mlp_shapes(f"{p}mlp.", config["intermediate_size"], h)
+        shapes |= _expert_shapes(f"{p}experts.", num, config["moe_intermediate_size"], h)
+        shapes |= {f"{p}router.proj.weight": (num, h), f"{p}router.scale": (h,), f"{p}router.per_expert_scale": (num,)}
     return shapes
 
 
@@ -169,12 +261,16 @@ class SyntheticArtifact(Artifact):
     def _format(self, name: str) -> QuantFormat:
         part = name.removesuffix(".weight").split(".")[-1]
         first, second = self._formats
-        if len(self._shapes[name]) != 2 or part == "norm":
+        if len(self._shapes[name]) == 1 or part in ("norm", "conv1d"):
             return F32_FORMAT
         if part in _SMALL:
             return BF16_FORMAT
+        wide = first if first.is_plain else by_name("q8_g32")
         if part in ("embed_tokens", "lm_head"):
-            return first if first.is_plain else by_name("q8_g32")
+            special = EMBEDDING.get(self.config["model_type"])
+            return wide if special is None or first.is_plain else by_name(special)
+        if self.config["model_type"] == "qwen3_5_moe_text" and ".experts." not in name:
+            return wide
         return first if part in _FIRST else second
 
     def get(self, name: str) -> Parameter:
@@ -182,7 +278,7 @@ class SyntheticArtifact(Artifact):
         if info.format is F32_FORMAT:
             values = self._vector(name, info.shape)
             return Parameter(name, info.shape, F32_FORMAT, values.reshape(-1).view(np.uint8))
-        n, k = info.shape
+        n, k = prod(info.shape[:-1]), info.shape[-1]
         tile = make_tile(info.format, min(n, TILE), k)
         index = (np.arange(n) + 16 * self.seed_of(name)) % tile.shape[0]
         raw = info.format.gather_rows(tile.raw, tile.shape, index)
@@ -203,6 +299,8 @@ class SyntheticArtifact(Artifact):
             return np.float32(-3) + noise
         if part == "conv1d":
             return np.float32(0.5) * noise
+        if part == "layer_scalar":
+            return np.float32(0.9) + np.float32(0.05) * noise
         offset = 0 if self.config["model_type"].startswith("qwen3_5") and "linear_attn" not in name else 1
         return np.float32(offset) + np.float32(0.05) * noise
 

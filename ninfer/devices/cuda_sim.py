@@ -6,6 +6,7 @@ It proves indexing, layouts, barriers and the order of reductions. It says nothi
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -47,10 +48,22 @@ class SimPrograms(ProgramCache):
     def flags(self) -> tuple[str, ...]:
         return (*_FLAGS, *(() if self.portable else self.compiler.native))
 
+    def _fits(self, unit: Sequence[Source], source: Source) -> bool:
+        """Headers of kernels are made for one at a time: no other header of the unit may define the same names."""
+        others = {h for s in unit for h in s.headers}
+        names = {n for h in others - set(source.headers) for n in _defined(h)}
+        return super()._fits(unit, source) and not any(n in names for h in source.headers[1:] for n in _defined(h))
+
+
+def _defined(header: str) -> list[str]:
+    """Functions and types of a header."""
+    return re.findall(r"^(?:__device__ __forceinline__ \w+|typedef \w+) (\w+)(?=[(;])", header, re.MULTILINE)
+
 
 def sim_source(source: Source) -> Source:
     """The kernel behind the shim, in a namespace of its own, with an entry that the host can call."""
     text = f"namespace {source.entry}_unit {{\n{source.text}\nNI_SIM_EXPORT({source.entry})\n}}\n"
+    text += "".join(f"#undef {name}\n" for name in re.findall(r"^#define (\w+)", source.text, re.MULTILINE))
     return Source(f"{source.entry}_sim", text, (_SHIM.read_text(), *source.headers))
 
 

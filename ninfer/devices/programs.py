@@ -85,7 +85,7 @@ class ProgramCache:
         missing = [s for s in sources if found[s.entry] is None]
         progress(len(sources) - len(missing), len(sources))
         if missing:
-            units = _split(missing, max(1, min(len(missing), 2 * self.workers)))
+            units = self._split(missing, max(1, min(len(missing), 2 * self.workers)))
             ready = len(sources) - len(missing)
             with ThreadPoolExecutor(self.workers) as pool:
                 for unit, path in zip(units, pool.map(self._compile_unit, units), strict=True):
@@ -115,6 +115,21 @@ class ProgramCache:
         except OSError:
             return None
         return path if path.is_file() else None
+
+    def _split(self, sources: Sequence[Source], parts: int) -> list[list[Source]]:
+        """Deal the sources out to about `parts` units. A unit has one prelude (the first header) and like kernels."""
+        ordered = sorted(sources, key=lambda s: (s.headers, s.entry))
+        size = max(1, -(-len(ordered) // parts))
+        units: list[list[Source]] = []
+        for source in ordered:
+            if not units or len(units[-1]) == size or not self._fits(units[-1], source):
+                units.append([])
+            units[-1].append(source)
+        return units
+
+    def _fits(self, unit: Sequence[Source], source: Source) -> bool:
+        """Whether a kernel may stand in one text with those."""
+        return unit[0].headers[:1] == source.headers[:1]
 
     def _compile_unit(self, unit: Sequence[Source]) -> Path:
         text = "\n".join([*dict.fromkeys(h for s in unit for h in s.headers), *(s.text for s in unit)])
@@ -153,18 +168,6 @@ class ProgramCache:
         address = ctypes.cast(getattr(self._open(path), entry), ctypes.c_void_p).value
         assert address is not None
         return address
-
-
-def _split(sources: Sequence[Source], parts: int) -> list[list[Source]]:
-    """Deal the sources out to about `parts` units. A unit has one prelude (the first header) and like kernels."""
-    ordered = sorted(sources, key=lambda s: (s.headers, s.entry))
-    size = max(1, -(-len(ordered) // parts))
-    units: list[list[Source]] = []
-    for source in ordered:
-        if not units or len(units[-1]) == size or units[-1][0].headers[:1] != source.headers[:1]:
-            units.append([])
-        units[-1].append(source)
-    return units
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ninfer.ir.op import Op
 from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
+from ninfer.ir.ops.hadamard import Hadamard
 from ninfer.ir.types import Env, Types
 from ninfer.routes.render import c_float
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -67,6 +68,15 @@ TAKE_HEADS = Route(
     numerics="exact",
 )
 
+HADAMARD = Route(
+    name="hadamard.cpu",
+    op=Hadamard,
+    device="cpu",
+    template="cpu/hadamard.cpp.j2",
+    geometry=_geometry,
+    numerics="f32",
+)
+
 ROUTES: tuple[Route[Any], ...] = (
     _pointwise_route(SigmoidMul, "sigmoid_mul"),
     _pointwise_route(SiluMul, "silu_mul"),
@@ -74,5 +84,6 @@ ROUTES: tuple[Route[Any], ...] = (
     _pointwise_route(Add, "add"),
     _pointwise_route(SoftCap, "soft_cap"),
     GATE_ROWS,
+    HADAMARD,
     TAKE_HEADS,
 )

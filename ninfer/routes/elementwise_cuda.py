@@ -7,9 +7,11 @@ from math import ceil
 from typing import Any
 
 from ninfer.ir.op import Op
-from ninfer.ir.ops.elementwise import SigmoidMul, SiluMul, TakeHeads
+from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
 from ninfer.ir.ops.embed import TakeRows
+from ninfer.ir.ops.hadamard import Hadamard
 from ninfer.ir.types import Env, TensorType, Types
+from ninfer.routes.render import c_float
 from ninfer.routes.route import Geometry, Route, Tuning
 
 TEMPLATE = "cuda/elementwise.cu.j2"
@@ -47,6 +49,28 @@ def _per_value(formula: str, a: str, b: str) -> Callable[[Op, Types, Env, Tuning
             "body": f"const float4 p = *(const float4*)({a} + at), q = *(const float4*)({b} + at);\n"
             f"    *(float4*)(y + at) = make_float4({lanes});",
             "body_one": f"y[at] = {formula.format(f'{a}[at]', f'{b}[at]')};",
+        }
+
+    return context
+
+
+def _arguments(names: list[str], formula: str) -> Callable[[Op, Types, Env, Tuning], Mapping[str, Any]]:
+    """y from values of x (p), of b where it has rows of the same width (q), and of what is read by row or once."""
+
+    def context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+        given = names[: len(types) - 1]
+        text = formula if len(given) == len(names) or len(names) == 1 else "{0} + {1}"
+        if isinstance(op, SoftCap):
+            text = f"{c_float(op.cap)} * tanhf({{0}} * {c_float(1 / op.cap)})"
+        second = "b" in given
+        lanes = ", ".join(text.format(f"p.{c}", f"q.{c}" if second else "") for c in "xyzw")
+        load = "const float4 p = *(const float4*)(x + at)" + (", q = *(const float4*)(b + at)" if second else "")
+        return {
+            "arguments": _names(*given),
+            "vector": _vector(op, types),
+            "formula": f"y = {text.format('x', 'b')}",
+            "body": f"{load};\n    *(float4*)(y + at) = make_float4({lanes});",
+            "body_one": f"y[at] = {text.format('x[at]', 'b[at]')};",
         }
 
     return context
@@ -117,4 +141,51 @@ TAKE_HEADS = Route(
     numerics="exact",
 )
 
-ROUTES: tuple[Route[Any], ...] = (SIGMOID_MUL, SILU_MUL, TAKE_ROWS, TAKE_HEADS)
+
+def _route(op: type[Any], name: str, context: Callable[[Op, Types, Env, Tuning], Mapping[str, Any]]) -> Route[Any]:
+    return Route(
+        name=f"{name}.cuda",
+        op=op,
+        device="cuda",
+        template=TEMPLATE,
+        geometry=_geometry,
+        context=context,
+        numerics="cuda",
+    )
+
+
+def _hadamard_threads(op: Hadamard) -> int:
+    return max(32, min(256, op.block // 2))
+
+
+def _hadamard_geometry(op: Hadamard, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    rows, n = types[0].concrete(env)
+    return Geometry((rows * (n // op.block), 1, 1), _hadamard_threads(op))
+
+
+def _hadamard_context(op: Hadamard, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"threads": _hadamard_threads(op)}
+
+
+HADAMARD = Route(
+    name="hadamard.cuda",
+    op=Hadamard,
+    device="cuda",
+    template="cuda/hadamard.cu.j2",
+    geometry=_hadamard_geometry,
+    context=_hadamard_context,
+    numerics="cuda",
+)
+GELU = "{0} * sigmoid(1.5957691216057308f * ({0} + 0.044715f * {0} * {0} * {0})) * {1}"
+
+ROUTES: tuple[Route[Any], ...] = (
+    SIGMOID_MUL,
+    SILU_MUL,
+    _route(GeluMul, "gelu_mul", _per_value(GELU, "gate", "up")),
+    _route(GateRows, "gate_rows", _arguments(["x", "gate"], "{0} * sigmoid(gate[at / N])")),
+    _route(Add, "add", _arguments(["x", "b", "scale"], "({0} + {1}) * scale[0]")),
+    _route(SoftCap, "soft_cap", _arguments(["x"], "{0}")),
+    HADAMARD,
+    TAKE_ROWS,
+    TAKE_HEADS,
+)

@@ -17,12 +17,20 @@ from ninfer.ir.op import Op
 from ninfer.ir.rewrites import fuse
 from ninfer.ir.types import Env, Types
 from ninfer.models import identify
+from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
+from ninfer.routes.lower import Lowering
+from ninfer.routes.profile import DeviceProfile
+from ninfer.routes.render import Renderer
+from ninfer.routes.route import RouteRegistry
+from ninfer.routes.select import Selector
 from ninfer.runtime.batch import SeqRows
 from ninfer.runtime.steps import fill_step, step_arrays
 from ninfer.runtime.weights import bind_weights
 
-MODELS = ("qwen3.5-tiny", "llama-tiny")
+MODELS = ("qwen3.5-tiny", "llama-tiny", "qwen3.5-moe-tiny", "gemma4-tiny")
+# Rounded activations flip experts here, two of eight with nearly equal weights: routes that keep them are compared.
+EXACT = ("gemma4-tiny",)
 
 
 @pytest.mark.slow
@@ -44,6 +52,9 @@ def check_model(name: str, device: Any) -> None:
     graph = family.build(spec, artifact.info, kv=kv_by_name("bf16"), mode="logits")
     weights, info = bind_weights(graph, artifact), device.info
     lowering = lowering_for(info)
+    if name in EXACT:
+        registry = RouteRegistry(tuple(r for r in cuda_routes(info.units) if r.rtol is None))
+        lowering = Lowering(Selector(registry, info, DeviceProfile("test")), Renderer(info))
     states = {n: v.type for n, v in graph.states.items()}
     large = Env(rows=24, logit_rows=2, seqs=2, slots=3, pages=4, max_pages=2)
     small = Env(rows=2, logit_rows=2, seqs=2, slots=3, pages=4, max_pages=2)
@@ -52,7 +63,8 @@ def check_model(name: str, device: Any) -> None:
         return bool(lowering.selector.registry.candidates(op, types, small, info))
 
     plans = {24: lowering.lower(graph, large), 2: lowering.lower(fuse(graph, accepts), small)}
-    assert {x.op.key for x in plans[2].launches} >= {"fused_attention", "fused_linear"}
+    fused = {"fused_attention"} if name in EXACT else {"fused_attention", "fused_linear"}
+    assert {x.op.key for x in plans[2].launches} >= fused
     memory = device.memory(weights, states, large, max(p.arena_bytes for p in plans.values()))
     consts = {v.name: a for v, a in graph.consts.items()}
     entries = device.compile(list(plans.values()))

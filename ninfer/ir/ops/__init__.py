@@ -7,6 +7,7 @@ from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
 from ninfer.ir.ops.embed import Embed, TakeRows
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
+from ninfer.ir.ops.hadamard import Hadamard
 from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
@@ -34,6 +35,7 @@ OPS = OpTable(
         PickExperts,
         ExpertGlu,
         ExpertSum,
+        Hadamard,
         TakeHeads,
         CausalConvSilu,
         GatedDelta,

@@ -1,0 +1,35 @@
+"""Synthetic models have the published sizes, and every tensor that their graphs read."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from checkpoints import part, runner
+
+from ninfer.artifacts.synthetic import CONFIGS, SyntheticArtifact
+from ninfer.formats.kv import by_name as kv_by_name
+from ninfer.models import identify
+
+PUBLISHED = {"qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688, "gemma4-26b-a4b": 25_233_141_790}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_graphs_read_every_tensor(name: str) -> None:
+    artifact = SyntheticArtifact(name)
+    family, spec = identify(artifact.config)
+    graph = family.build(spec, artifact.info, kv=kv_by_name("bf16"), mode="sample")
+    assert {piece.param for weight in graph.weights.values() for piece in weight.pieces} == set(artifact.names())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_the_published_ones(name: str) -> None:
+    artifact = SyntheticArtifact(name)
+    assert sum(prod(artifact.info(n).shape) for n in artifact.names()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe-tiny", "gemma4-tiny"])
+def test_values_stay_in_range(name: str) -> None:
+    logits = runner(SyntheticArtifact(name)).outputs([part(range(20))])["logits"]
+    assert np.isfinite(logits).all() and 0.5 < logits.std() < 2
