@@ -173,6 +173,8 @@ class SamplingDefaults:
     frequency_penalty: float | None = flag("-2..2", real(-2, 2), value="F")
     seed: int | None = flag("of every draw (random for each request)", whole())
     greedy: bool = flag("always take the likeliest token, whatever requests say", default=False)
+    default_thinking_budget: int | None = flag("tokens after which thinking is ended (none)", whole(1))
+    thinking_budget_message: str = flag("what thinking that is ended ends with", str, value="TEXT", default="\n")
     no_thinking: bool = flag("turn the model's thinking off unless a request asks for it", default=False)
 
 
@@ -190,6 +192,11 @@ class ServeConfig:
     api_key_file: Path | None = flag("a file with one key per line", file, value="FILE")
     cors: bool = flag("let web pages of any origin call the server", default=False)
     webui: bool = flag("serve a chat page at /", default=False)
+    request_log_jsonl: Path | None = flag("append what became of each request to this file", Path, value="FILE")
+    request_log_max_mib: int = flag("where the log's file is closed and the next begun; 0: never", whole(), default=0)
+    request_log_keep: int = flag("how many closed log files stay", whole(1), default=4)
+    request_log_prompts: bool = flag("write prompts and replies into the request log too", default=False)
+    request_timeout_ms: int = flag("how long a request may take from its arrival; 0: any time", whole(), default=0)
     max_request_mib: int = flag("largest request body", whole(1), default=384)
     drain_timeout_ms: int = flag("how long running requests may go on when the server stops", whole(), default=5000)
     log_level: str = flag(

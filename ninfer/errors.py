@@ -50,6 +50,10 @@ class QueueTimeout(NinferError):
     """The request waited too long for a slot."""
 
 
+class RequestTimeout(NinferError):
+    """The request took longer than the server lets one take."""
+
+
 class EngineUnavailable(NinferError):
     """The engine is loading, draining, or has failed."""
 

@@ -57,7 +57,7 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
     drawn = sampling(body)
     if body["temperature"].given:
         drawn["temperature"] = number(0, 1)(body["temperature"])
-    options, hidden = _thinking(body)
+    options, hidden, budget = _thinking(body)
     if prefill:
         options.setdefault("enable_thinking", False)
     ask = Ask(
@@ -68,6 +68,7 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
         stop=_stops(body["stop_sequences"]),
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
+        thinking_budget=budget,
         format=evolve(format, strict=True) if format is not None else None,
     )
     return ask, View(model=label or served, hidden=hidden)
@@ -80,22 +81,22 @@ def _stops(value: Value) -> tuple[str, ...]:
     return found
 
 
-def _thinking(body: Value) -> tuple[dict[str, Any], bool]:
-    """What the template is told, and whether reasoning stays hidden."""
+def _thinking(body: Value) -> tuple[dict[str, Any], bool, int | None]:
+    """What the template is told, whether reasoning stays hidden, and its tokens at most."""
     options: dict[str, Any] = {}
     thinking, config = body["thinking"], body["output_config"]
-    hidden = False
+    hidden, budget = False, None
     if thinking.given:
         kind = choice("enabled", "adaptive", "disabled")(thinking["type"])
         options["enable_thinking"] = kind != "disabled"
-        thinking["budget_tokens"].maybe(integer(1))
+        budget = thinking["budget_tokens"].maybe(integer(1)) if kind != "disabled" else None
         hidden = thinking["display"].maybe(choice("summarized", "omitted")) == "omitted"
     effort = config["effort"].maybe(choice(*EFFORTS)) if config.given else None
     if effort == "none":
         options.setdefault("enable_thinking", False)
     elif effort is not None:
         options["reasoning_effort"] = effort
-    return options, hidden
+    return options, hidden, budget
 
 
 @define

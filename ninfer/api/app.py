@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from litestar import Litestar, Request, Response, post
@@ -20,7 +20,9 @@ from ninfer.api.ask import Head
 from ninfer.api.errors import Dialect, Unauthorized, handle, request_id
 from ninfer.api.fields import decode
 from ninfer.api.generate import frames, whole
+from ninfer.api.journal import Journal
 from ninfer.api.openai_responses import Responses
+from ninfer.api.request_log import RequestLog
 from ninfer.api.responses_store import ResponseStore
 from ninfer.api.serving import Serving
 from ninfer.api.sse import PING_S, body_of, stream, unless_gone
@@ -43,8 +45,8 @@ GENERATION: tuple[tuple[str, tuple[str, ...], Parse], ...] = (
 )
 
 
-def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Litestar:
-    """The application of one model around the client of its engine."""
+def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig, log: RequestLog | None = None) -> Litestar:
+    """The application of one model around the client of its engine.   log: closed when the application ends."""
     serving = Serving(
         client=client,
         tokenizer=loaded.tokenizer,
@@ -56,13 +58,15 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig) -> Lite
         max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
         max_pending=config.engine.max_pending_requests,
         memory=loaded.memory,
+        timeout_s=config.request_timeout_ms / 1000 or None,
+        journal=Journal(None if log is None else log.write, texts=config.request_log_prompts),
         started=int(time.time()),
         ping_s=PING_S,
     )
-    return application(serving, config)
+    return application(serving, config, on_shutdown=() if log is None else (log.close,))
 
 
-def application(serving: Serving, config: ServeConfig) -> Litestar:
+def application(serving: Serving, config: ServeConfig, *, on_shutdown: Sequence[Callable[[], None]] = ()) -> Litestar:
     responses = Responses(ResponseStore())
     generation = (*GENERATION, ("openai_responses", responses_routes.PREFIXES, responses.parse))
     generating = [_generation(serving, name, paths, parse) for name, paths, parse in generation]
@@ -80,6 +84,7 @@ def application(serving: Serving, config: ServeConfig) -> Litestar:
         exception_handlers={Exception: handle},
         cors_config=_cors() if config.cors else None,
         before_send=[_identify],
+        on_shutdown=on_shutdown,
         request_max_body_size=config.max_request_mib << 20,
         openapi_config=None,
         logging_config=None,

@@ -63,6 +63,7 @@ class Ask:
     ignore_eos: bool = False
     stream: bool = False
     tools: Tools = field(factory=Tools)
+    thinking_budget: int | None = None  # tokens after which thinking is ended
     format: JsonSchema | Regex | Ebnf | None = None  # what replies are kept to
 
 

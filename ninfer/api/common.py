@@ -108,6 +108,10 @@ def chat(body: Value, tools: tuple[Mapping[str, Any], ...] = ()) -> Chat:
     return Chat(messages=messages, tools=tools, options=_options(body))
 
 
+def thinking_budget(body: Value) -> int | None:
+    return body["thinking_budget"].maybe(integer(1))
+
+
 def _message(value: Value) -> dict[str, Any]:
     role = choice(*_ROLES)(value["role"])
     told = "system" if role == "developer" else "tool" if role == "function" else role  # what templates know

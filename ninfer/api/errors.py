@@ -22,6 +22,7 @@ from ninfer.errors import (
     NinferError,
     Overloaded,
     QueueTimeout,
+    RequestTimeout,
     UnknownModel,
 )
 
@@ -68,6 +69,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     Cancelled: _Row((499, "request_cancelled", "client_disconnected"), (499, "api_error")),
     Overloaded: _Row((429, "rate_limit_error", "server_overloaded"), (529, "overloaded_error")),
     QueueTimeout: _Row((503, "server_error", "request_queue_timeout"), (504, "timeout_error")),
+    RequestTimeout: _Row((504, "server_error", "request_timeout"), (504, "timeout_error")),
     EngineUnavailable: _Row((503, "server_error", "service_unavailable"), (503, "api_error")),
     Exception: _Row((500, "server_error", "internal_error"), (500, "api_error")),
 }
@@ -88,7 +90,7 @@ def render(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered
     headers = {}
     if isinstance(error, Overloaded | QueueTimeout | EngineUnavailable):
         headers["retry-after"] = str(max(1, round(getattr(error, "retry_after_s", 2.0))))
-    if row is _TABLE[Exception]:
+    if row is _TABLE[Exception] or isinstance(error, RequestTimeout):
         headers[_OWN] = "false"
     numbers = {}
     if isinstance(error, ContextTooLong):

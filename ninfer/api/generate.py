@@ -22,7 +22,7 @@ from ninfer.api.reply import Reply
 from ninfer.api.serving import Serving
 from ninfer.api.sse import pack
 from ninfer.api.told import Part, Teller, merge
-from ninfer.errors import EngineUnavailable, NinferError
+from ninfer.errors import EngineUnavailable, NinferError, RequestTimeout
 from ninfer.runtime.request import Delta, FinishReason, GenerateRequest, TokenMask
 from ninfer.runtime.sequence import Failed
 
@@ -42,6 +42,8 @@ class Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._inbox: deque[tuple[int, Delta | Exception]] = deque()
         self._arrived = asyncio.Event()
+        self._limit_s = serving.timeout_s
+        self._deadline_s = None if self._limit_s is None else time.monotonic() + self._limit_s
 
     async def start(self) -> None:
         """Tokenise and submit. Raises what the request is refused for, as far as that comes soon."""
@@ -109,6 +111,12 @@ class Run:
         return found
 
     async def _wait(self, timeout_s: float | None) -> None:
+        """Until something has come, or the time is over. Raises RequestTimeout when that of the request is."""
+        if self._deadline_s is not None:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RequestTimeout(f"the request took longer than the {self._limit_s:g} s that one may take here")
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         if self._inbox:
             return
         self._arrived.clear()

@@ -10,9 +10,9 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from ninfer.api.ask import Ask, Prompt
+from ninfer.api.ask import Ask, Chat, Plain, Prompt
 from ninfer.api.errors import Dialect, render
-from ninfer.api.told import Part
+from ninfer.api.told import Part, merge
 from ninfer.errors import Cancelled
 from ninfer.runtime.request import Timings
 
@@ -52,10 +52,14 @@ class Rate:
 
 
 class Journal:
-    """Belongs to the event loop.   write: takes the name of an event and its fields."""
+    """Belongs to the event loop.   write: takes the name of an event and its fields.
 
-    def __init__(self, write: Write | None = None, *, clock: Clock = time.monotonic) -> None:
+    texts: whether prompts and replies are among those.
+    """
+
+    def __init__(self, write: Write | None = None, *, texts: bool = False, clock: Clock = time.monotonic) -> None:
         self.clock = clock
+        self.texts = texts
         self.outcomes: dict[str, dict[str, int]] = {}  # endpoint -> outcome -> count
         self.num_open = 0
         self.peak_open = 0
@@ -103,13 +107,17 @@ class Entry:
     first_s: float | None = None
     timings: Timings = field(factory=Timings)
     finishes: list[str] = field(factory=list)
+    parts: list[Part] = field(factory=list)  # if texts are wanted
     _ended: bool = False
 
     def prompted(self, ask: Ask, prompts: Sequence[Prompt]) -> None:
         """It is understood, and goes to the engine."""
         self.ask = ask
         self.num_prompt_tokens = sum(len(p.ids) for p in prompts)
-        self.journal.write("request_start", {**self._named(), **_asked(ask), "prompt_tokens": self.num_prompt_tokens})
+        told = {**self._named(), **_asked(ask), "prompt_tokens": self.num_prompt_tokens}
+        if self.journal.texts:
+            told["prompts"] = [_text(prompt) for prompt in ask.prompts]
+        self.journal.write("request_start", told)
 
     def fed(self, part: Part) -> None:
         if self.first_s is None:
@@ -117,6 +125,8 @@ class Entry:
             self.journal.prompt.add(self.num_prompt_tokens)
         self.num_generated_tokens += len(part.tokens)
         self.journal.generated.add(len(part.tokens))
+        if self.journal.texts:
+            self.parts.append(part)
         if part.finish is not None:
             self.finishes.append("tool_calls" if part.finish.called else part.finish.reason.value)
             self.timings = part.finish.timings
@@ -129,10 +139,23 @@ class Entry:
         outcome, told = _outcome(error)
         self.journal.close(self, outcome)
         event = {"done": "request_done", "rejected": "request_rejected"}.get(outcome, "request_error")
-        self.journal.write(event, {**self._named(), **self._measured(), **told})
+        self.journal.write(event, {**self._named(), **self._measured(), **self._replies(), **told})
 
     def _named(self) -> dict[str, Any]:
         return {"request_id": self.request_id, "endpoint": self.endpoint}
+
+    def _replies(self) -> dict[str, Any]:
+        if not self.journal.texts:
+            return {}
+        indices = sorted({part.index for part in self.parts})
+        replies = [merge([part for part in self.parts if part.index == i]) for i in indices]
+        calls = [[{"name": c.name, "arguments": c.arguments} for c in reply.calls] for reply in replies]
+        return {
+            "replies": [
+                {"reasoning": reply.reasoning, "text": reply.text, "tool_calls": called}
+                for reply, called in zip(replies, calls, strict=True)
+            ]
+        }
 
     def _measured(self) -> dict[str, Any]:
         """The last reply's times, where there were several."""
@@ -162,6 +185,11 @@ def _asked(ask: Ask) -> dict[str, Any]:
         "tools": len(ask.tools.schemas),
         "constrained": ask.format is not None or ask.tools.must,
     }
+
+
+def _text(prompt: Chat | Plain) -> Any:
+    """A prompt as it was asked: messages, or text and token ids."""
+    return [dict(m) for m in prompt.messages] if isinstance(prompt, Chat) else list(prompt.pieces)
 
 
 def _outcome(error: BaseException | None) -> tuple[str, dict[str, Any]]:

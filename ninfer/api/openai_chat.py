@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from ninfer.api.ask import Ask, Head, Prompt
-from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, timings, usage
+from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, thinking_budget, timings, usage
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, integer, text
 from ninfer.api.formats import grammar, response_format
@@ -53,6 +53,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
+        thinking_budget=thinking_budget(body),
         format=response_format(body["response_format"]) or grammar(body),
     )
     include_usage = bool(options.given and options["include_usage"].maybe(boolean))

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from ninfer.api.ask import Ask, Chat, Head
-from ninfer.api.common import MAX_LOGPROBS, sampling
+from ninfer.api.common import MAX_LOGPROBS, sampling, thinking_budget
 from ninfer.api.fields import Value, boolean, choice, integer, text
 from ninfer.api.formats import response_format
 from ninfer.api.responses_input import messages, read_items
@@ -24,7 +24,17 @@ READ = frozenset(
     (
         *("model", "input", "instructions", "previous_response_id", "max_output_tokens", "stream", "store"),
         *("metadata", "reasoning", "text", "tools", "tool_choice", "parallel_tool_calls", "truncation", "background"),
-        *("top_logprobs", "include", "chat_template_kwargs", "temperature", "top_p", "top_k", "min_p", "seed"),
+        *(
+            "top_logprobs",
+            "include",
+            "chat_template_kwargs",
+            "thinking_budget",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+        ),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     )
 )
@@ -74,6 +84,7 @@ class Responses:
             logprobs=(top or 0) if top is not None or LOGPROBS in include else None,
             stream=body["stream"].maybe(boolean) or False,
             tools=tools,
+            thinking_budget=thinking_budget(body),
             format=response_format(format, flat=True),
         )
         store = body["store"].maybe(boolean) is not False

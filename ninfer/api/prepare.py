@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ninfer.api.ask import Ask, Chat, Plain, Prompt
 from ninfer.api.serving import Serving
 from ninfer.errors import BadRequest, ContextTooLong
 from ninfer.runtime.request import TokenMask
-from ninfer.text.chat import END_THINK
+from ninfer.text.budget import ThinkingBudget
+from ninfer.text.chat import END_THINK, THINK
 from ninfer.text.grammar import Calls, Format, JsonSchema
 from ninfer.text.prompt import encode, encode_chat
 from ninfer.text.tokenizer import Tokenizer
@@ -22,15 +23,45 @@ def prepare(serving: Serving, ask: Ask) -> tuple[tuple[Prompt, ...], list[TokenM
     Raises BadRequest, ContextTooLong or UnknownModel.
     """
     prompts = encode_prompts(serving, ask)
+    masks = _formats(serving, ask, prompts)
+    limits = [_budget(serving, ask, prompt) for prompt in prompts for _ in range(ask.n)]
+    return prompts, [mask if limit is None else limit(mask) for mask, limit in zip(masks, limits, strict=True)]
+
+
+def _formats(serving: Serving, ask: Ask, prompts: Sequence[Prompt]) -> list[TokenMask | None]:
     format = whole_format(serving, ask)
     if format is None:
-        return prompts, [None] * (len(prompts) * ask.n)
+        return [None] * (len(prompts) * ask.n)
     close_id = serving.tokenizer.token_to_id(END_THINK)
     if close_id is None and any(prompt.thinking for prompt in prompts):
         raise BadRequest("the end of the model's thinking is no single token, so nothing can be enforced after it")
     afters = [close_id if prompt.thinking else None for prompt in prompts for _ in range(ask.n)]
-    masks: list[TokenMask | None] = [serving.grammars.matcher(format, after=after) for after in afters]
-    return prompts, masks
+    return [serving.grammars.matcher(format, after=after) for after in afters]
+
+
+def _budget(serving: Serving, ask: Ask, prompt: Prompt) -> Callable[[TokenMask | None], TokenMask] | None:
+    """What puts the bound on thinking around a mask, if there is one."""
+    budget = ask.thinking_budget or serving.defaults.default_thinking_budget
+    if budget is None or prompt.thinking is None:
+        return None
+    tokenizer = serving.tokenizer
+    close_id = tokenizer.token_to_id(END_THINK)
+    if close_id is None:
+        if ask.thinking_budget is None:
+            return None
+        raise BadRequest(
+            "the end of the model's thinking is no single token, so it cannot be ended",
+            path="thinking_budget",
+            code="thinking_budget_not_supported",
+        )
+    message = encode(tokenizer, serving.defaults.thinking_budget_message, parse_special=False)
+    return lambda mask: ThinkingBudget(
+        budget,
+        (*message, close_id),
+        open=prompt.thinking is True,
+        open_id=tokenizer.token_to_id(THINK),
+        inner=mask,
+    )
 
 
 def encode_prompts(serving: Serving, ask: Ask) -> tuple[Prompt, ...]:
@@ -80,7 +111,8 @@ def template_options(serving: Serving, chat: Chat, *, structured: bool = False) 
 
 def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
     template = serving.template()
-    options = template_options(serving, chat, structured=ask.format is not None)
+    structured = ask.format is not None and ask.thinking_budget is None
+    options = template_options(serving, chat, structured=structured)
     if chat.tools and not template.takes_tools:
         raise BadRequest("the model's chat template has no place for tools", path="tools", code="tools_not_supported")
     messages = in_call_order(chat.messages)

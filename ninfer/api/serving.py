@@ -34,6 +34,7 @@ class Serving:
     defaults: SamplingDefaults = field(factory=SamplingDefaults)
     max_replies: int = 128
     max_pending: int = 16
+    timeout_s: float | None = None  # of a whole request
     memory: Mapping[str, int] = field(factory=dict)
     journal: Journal = field(factory=Journal)
     started: int = 0

@@ -15,7 +15,7 @@ from ninfer.api.common import NO_STORE
 from ninfer.api.journal import WINDOW_S
 from ninfer.api.serving import Serving
 from ninfer.ir.step import PAGE
-from ninfer.runtime.request import EngineStats
+from ninfer.runtime.request import DraftStats, EngineStats
 
 PROMETHEUS = "text/plain; version=0.0.4"  # the charset is added
 
@@ -118,7 +118,7 @@ def load(serving: Serving) -> dict[str, Any]:
 
 
 def statistics(serving: Serving) -> dict[str, Any]:
-    """The load and what it has been: what a dashboard shows. acceptance is null until something was drafted."""
+    """The load and what it has been: what a dashboard shows. acceptance is null where nothing drafts."""
     now, journal = serving.client.stats(), serving.journal
     found = load(serving)
     found["requests"] |= {"open": journal.num_open, "peak_open": journal.peak_open}
@@ -126,7 +126,6 @@ def statistics(serving: Serving) -> dict[str, Any]:
         {"request_id": id, "position": i + 1, "wait_seconds": round(wait_s, 3)}
         for i, (id, wait_s) in enumerate(now.queue)
     ]
-    drafted = now.num_drafted_tokens
     return found | {
         "object": "ninfer.stats",
         "failure": now.failure,
@@ -144,13 +143,7 @@ def statistics(serving: Serving) -> dict[str, Any]:
         },
         "latency": {"requests": len(journal.times), **journal.percentiles()},
         "rows_per_round": _rate(now.num_round_rows, now.num_rounds),
-        "acceptance": {
-            "drafted_tokens": drafted,
-            "accepted_tokens": now.num_accepted_tokens,
-            "rate": now.num_accepted_tokens / drafted,
-        }
-        if drafted
-        else None,
+        "acceptance": None if now.drafts is None else _acceptance(now.drafts),
         "cache": {
             "reused_prompt_tokens": now.num_cached_tokens,
             "tiers": [dict(tier) for tier in now.tiers],
@@ -163,6 +156,21 @@ def statistics(serving: Serving) -> dict[str, Any]:
         },
         "endpoints": {name: dict(counts) for name, counts in sorted(journal.outcomes.items())},
         "slots": [dict(slot) for slot in now.slots],
+    }
+
+
+def _acceptance(drafts: DraftStats) -> dict[str, Any]:
+    rounds = drafts.num_rounds - drafts.num_plain_rounds
+    return {
+        "drafted_tokens": drafts.num_drafted,
+        "accepted_tokens": drafts.num_accepted,
+        "rate": _rate(drafts.num_accepted, drafts.num_drafted),
+        "accepted_tokens_per_round": _rate(drafts.num_accepted, rounds),
+        "accepted_per_position": list(drafts.accepted_at),
+        "rounds": drafts.num_rounds,
+        "rounds_without_drafts": drafts.num_plain_rounds,
+        "copied_tokens": drafts.num_copied,
+        "copied_tokens_accepted": drafts.num_copies_accepted,
     }
 
 
@@ -185,7 +193,7 @@ def prometheus(serving: Serving) -> str:
 
 def _metrics(s: EngineStats, serving: Serving) -> list[tuple[str, str, str, float]]:
     used = s.num_pages - s.num_free_pages
-    journal = serving.journal
+    journal, drafts = serving.journal, s.drafts or DraftStats()
     uptime_s = max(0, int(time.time()) - serving.started)
     return [
         ("llamacpp:prompt_tokens_total", "counter", "Prompt tokens processed.", s.num_prompt_tokens),
@@ -215,8 +223,8 @@ def _metrics(s: EngineStats, serving: Serving) -> list[tuple[str, str, str, floa
         ("ninfer:requests_failed_total", "counter", "Requests that failed here.", journal.count("failed")),
         ("ninfer:requests_rejected_total", "counter", "Requests that were refused.", journal.count("rejected")),
         ("ninfer:reused_prompt_tokens_total", "counter", "Prompt tokens not computed anew.", s.num_cached_tokens),
-        ("ninfer:draft_tokens_total", "counter", "Tokens drafted.", s.num_drafted_tokens),
-        ("ninfer:draft_accepted_tokens_total", "counter", "Drafted tokens that were kept.", s.num_accepted_tokens),
+        ("ninfer:draft_tokens_total", "counter", "Tokens drafted.", drafts.num_drafted),
+        ("ninfer:draft_accepted_tokens_total", "counter", "Drafted tokens that were kept.", drafts.num_accepted),
         ("ninfer:requests_admitted", "gauge", "Requests that run or wait.", s.num_running + s.num_waiting),
         ("ninfer:uptime_seconds", "gauge", "Seconds since start.", uptime_s),
     ]

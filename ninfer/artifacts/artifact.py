@@ -98,6 +98,10 @@ class Artifact(ABC):
     def get(self, name: str) -> Parameter:
         """Raises ArtifactError naming the parameter and the file."""
 
+    def divisors(self, name: str) -> tuple[float, ...]:
+        """Of the activations that meet a matrix in products with 4-bit activations, if any are given."""
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Gives the mapping up. Arrays already taken stay valid."""

@@ -27,6 +27,7 @@ from ninfer.artifacts.quantize import keeps
 from ninfer.artifacts.recipes import KEEP, Recipe
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.bits import U8Array
+from ninfer.formats.codes import recode
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 
@@ -55,6 +56,12 @@ class Matrix:
     @property
     def is_copied(self) -> bool:
         return self.source.info(self.tensor).format is self.format
+
+    @property
+    def divisor(self) -> float | None:
+        """Of activations, where an NVFP4 matrix has one."""
+        found = self.source.divisors(self.tensor) if self.policy == "AllowA4" and self.is_copied else ()
+        return found[0] if found else None
 
 
 @frozen(eq=False)
@@ -187,9 +194,9 @@ def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Ite
     chosen: tuple[QuantFormat, str] | None = None
     for part, index, rows in runs:
         rule = recipe.rule(part)
-        fmt = _stored_format(
-            info.format if rule.format == KEEP or _is_kept(name, tensor) else by_name(rule.format), name, k
-        )
+        chosen_name = rule.plain if rule.format == KEEP and info.format.is_plain else rule.format
+        keep = chosen_name == KEEP or _is_kept(name, tensor)
+        fmt = _stored_format(info.format if keep else by_name(chosen_name), name, rows, k)
         if group and (chosen != (fmt, rule.policy) or tensor.how == "heads"):
             yield _matrix(source, name, group, k, chosen)
             group = []
@@ -198,11 +205,11 @@ def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Ite
     yield _matrix(source, name, group, k, chosen)
 
 
-def _stored_format(fmt: QuantFormat, name: str, k: int) -> QuantFormat:
-    if names_of(fmt) is None:  # half precision has no name in the container
-        fmt = F32_FORMAT
+def _stored_format(fmt: QuantFormat, name: str, rows: int, k: int) -> QuantFormat:
+    if names_of(fmt) is None:  # half precision and MXFP8 have no name in the container
+        fmt = by_name("t2_g128") if fmt.name == "pq2_0" else F32_FORMAT
     try:
-        fmt.blocks_per_row(k)
+        fmt.nbytes((rows, k))
     except ArtifactError as error:
         raise ArtifactError(f"tensor {name!r}: {error}; use another recipe") from None
     return fmt
@@ -306,7 +313,7 @@ def _resources(base: Artifact, given: Mapping[str, Path]) -> dict[str, bytes]:
 def to_artifact(plan: Plan) -> NewArtifact:
     """Objects whose bytes are made when the writer asks."""
     bindings, uses = dict[str, Any](), list[dict[str, Any]]()
-    objects = list[NewObject]()
+    objects, scalars = list[NewObject](), dict[float, str]()
     tiled = {n for s in {m.source for m in plan.matrices} for n in s.config.get("gdn_tiled_out_columns", ())}
     if not is_tabled(plan.config):  # whose config tells it
         tiled = set()
@@ -320,11 +327,20 @@ def to_artifact(plan: Plan) -> NewArtifact:
             bindings[part] = {"object": m.id} if whole else {"parts": [span]}
             at += rows
             if m.policy:
-                auxiliaries = {"input_columns": {"object": "a.tiled_columns"}} if m.tensor in tiled else {}
+                auxiliaries: dict[str, Any] = {}
+                if m.tensor in tiled:
+                    auxiliaries["input_columns"] = {"object": "a.tiled_columns"}
+                if m.divisor is not None:
+                    auxiliaries["activation_input_divisor"] = {
+                        "object": scalars.setdefault(m.divisor, f"a.{len(scalars)}")
+                    }
                 uses += [_use(part, i, m.policy, auxiliaries) for i in inputs_of(part, plan.components)]
     if any(m.tensor in tiled for m in plan.matrices):
         columns = tiled_columns(plan.config).astype("<i4")
         objects.append(raw_object("a.tiled_columns", columns.tobytes(), shape=columns.shape, format="int32",
+                                  layout="contiguous_le_v1"))  # fmt: skip
+    for value, id in scalars.items():
+        objects.append(raw_object(id, np.array(value, "<f4").tobytes(), shape=(), format="fp32",
                                   layout="contiguous_le_v1"))  # fmt: skip
     if "text/output_head" not in bindings and "text/token_embedding" in bindings:
         bindings["text/output_head"] = bindings["text/token_embedding"]
@@ -360,7 +376,8 @@ def _put_matrix(m: Matrix, sink: Sink) -> None:
     p = m.source.get(m.tensor)
     n, k = m.shape
     values = CHUNK_BYTES * n // max(p.raw.size, 1) * k if p.format is m.format else CHUNK_VALUES
-    for start, count in pieces_of(n, max(128, values // k // 128 * 128)):
+    each = n if m.format.row_step > 1 else max(128, values // k // 128 * 128)
+    for start, count in pieces_of(n, each):
         raw = _rows(m, p, start, count)
         if p.format is not m.format:
             raw = _encode(m, p, raw, (count, k))
@@ -378,8 +395,10 @@ def _rows(m: Matrix, p: Parameter, start: int, count: int) -> U8Array:
 
 
 def _encode(m: Matrix, p: Parameter, raw: U8Array, shape: tuple[int, int]) -> U8Array:
-    values = p.format.unpack(raw, shape)
     try:
+        if p.format.code is not None and p.format.name == "pq2_0" and m.format.group == p.format.group:
+            return recode(p.format, m.format, raw, shape)
+        values = p.format.unpack(raw, shape)
         if not np.isfinite(values).all():
             raise ArtifactError("has values that are not finite")
         return m.format.pack(values)

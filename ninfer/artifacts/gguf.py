@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,26 @@ class GgufFile:
             found[name] = self._tensor(c, name, alignment)
         base = align_up(c.at, alignment)
         tensors = {n: StoredTensor(info, self.file, base + offset) for n, (info, offset) in found.items()}
+        self._check_type_42(tensors, alignment)
         check_extents(self.path, self.file.size, ((n, t.offset, t.info.nbytes) for n, t in tensors.items()))
         return metadata, tensors
+
+    def _check_type_42(self, tensors: Mapping[str, StoredTensor], alignment: int) -> None:
+        """The id has been used for three layouts; places of tensors tell which. Only ggml's own is read."""
+        order = sorted(tensors.items(), key=lambda t: t[1].offset)
+        ends = [*(t.offset for _, t in order), self.file.size][1:]
+        for (name, t), end in zip(order, ends, strict=False):
+            values, room = prod(t.info.shape), end - t.offset
+            if t.info.format.ggml_type != 42 or room >= t.info.nbytes:
+                continue
+            what = f"{self.path}: tensor {name!r} is of type 42, but "
+            if align_up(values // 128 * 34, alignment) == room or values // 128 * 34 == room:
+                raise ArtifactError(
+                    f"{what}lies 34 bytes per 128 values from the next one: a layout of earlier ternary files, not "
+                    "ggml's (18 bytes per 64 values); use a file made by a current converter, or the PQ2_0 one"
+                )
+            raise ArtifactError(f"{what}has {room} bytes, which are not 18 per 64 values: the file is of another "
+                                "layout, or damaged")  # fmt: skip
 
     def _tensor(self, c: _Cursor, name: str, alignment: int) -> tuple[TensorInfo, int]:
         rank = c.u32(f"tensor {name!r}")

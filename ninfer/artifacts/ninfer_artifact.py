@@ -25,7 +25,7 @@ from ninfer.artifacts.ninfer_formats import check_words, format_of
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
 from ninfer.formats.bits import U8Array
-from ninfer.formats.quant import QuantFormat
+from ninfer.formats.quant import FloatFormat, QuantFormat, nvfp4
 
 SERVED = ("text", "mtp", "dflash", "dflash2")  # components whose parameters are offered
 
@@ -193,11 +193,21 @@ class NinferArtifact(Artifact):
         if (piece.begin, piece.end) == (0, o.elements):
             return Stored(o.id, fmt, 0, o.shape)
         k = o.shape[-1] if len(o.shape) > 1 else 1
+        if isinstance(fmt, FloatFormat) and fmt.divisors > 1:
+            fmt = self._part_of(fmt, piece, o.shape, part)
         if piece.begin % k or piece.end % k:
             raise self._error(f"binding {part!r} takes elements {piece.begin} to {piece.end} of {o.where}, which are "
                               f"not whole rows of {k}")  # fmt: skip
         rows = (piece.end - piece.begin) // k
         return Stored(o.id, fmt, piece.begin // k, (rows, k) if len(o.shape) > 1 else (rows,))
+
+    def _part_of(self, fmt: FloatFormat, piece: Piece, shape: tuple[int, ...], part: str) -> FloatFormat:
+        """The format of some of the sources that lie below each other in an object, or of rows of one."""
+        each = shape[0] // fmt.divisors * shape[1]
+        first, last = piece.begin // each, (piece.end - 1) // each
+        if first != last and (piece.begin % each or piece.end % each):
+            raise self._error(f"binding {part!r} takes parts of several matrices with divisors of their own")
+        return nvfp4(last - first + 1)
 
     def _shape(self, name: str, tensor: Tensor, runs: list[Stored]) -> tuple[int, ...]:
         first = runs[0].shape
@@ -246,6 +256,10 @@ class NinferArtifact(Artifact):
         if run.shape == o.shape:
             return raw
         whole = o.shape if len(o.shape) > 1 else (*o.shape, 1)
+        stored = format_of(o, str(self.path))
+        if isinstance(run.format, FloatFormat) and isinstance(stored, FloatFormat):
+            rows = {n: f[run.row : run.row + run.shape[0]] for n, f in stored.fields(raw, whole).items()}
+            return run.format.from_fields(rows, whole[-1])
         return run.format.slice_rows(raw, whole, run.row, run.shape[0])
 
     def _interleave(self, name: str, tensor: Tensor, fmt: QuantFormat, raw: U8Array, shape: tuple[int, ...]) -> U8Array:
@@ -267,7 +281,6 @@ class NinferArtifact(Artifact):
         return min(found, key=order.index, default=order[0])
 
     def divisors(self, name: str) -> tuple[float, ...]:
-        """Activation divisors of a checkpoint tensor's uses, for products with 4-bit activations."""
         uses = [u for p in self._tensor(name).parts for u in self._uses.get(p, ())]
         found = [self._scalar(u) for u in uses if "activation_input_divisor" in u.auxiliaries]
         return tuple(dict.fromkeys(found))

@@ -1,7 +1,7 @@
 """Recipes: which weight format each logical matrix gets. Vectors, norms and convolutions keep their values.
 
 A rule is a pattern over logical names and a format; the first that matches counts. KEEP stands for the format in which
-the source has the matrix.
+the source has the matrix; `plain` is what it becomes where the source has plain numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Rule:
     pattern: str
     format: str
     policy: str = "AllowA8"
+    plain: str = KEEP
 
 
 @frozen
@@ -80,6 +81,9 @@ RECIPES: tuple[Recipe, ...] = (
     _all("q5", "q5_g64", "any model: 5.25 bits per weight"),
     _all("q6", "q6_g64", "any model: 6.25 bits per weight"),
     _all("q8", "q8_g32", "any model: 8.5 bits per weight"),
+    _all("fp8", "fp8_e4m3fn_row_bf16", "any model: 8-bit floats with a scale per row"),
+    Recipe("quantized", "any model: FP8, NVFP4 and MX weights of a folder as they are, other matrices in bf16",
+           (_BF16, Rule(r".*", KEEP, "AllowA4", "bf16"))),
     _mixed("q4q5", "any model: q4 for queries, keys, gate and up, q5 for the rest, embedding and head in q8",
            "q8_g32", "q8_g32", models=()),
     Recipe("gguf", "any model: blocks of a GGUF file as they are", (_KEEP_ALL,)),
@@ -88,6 +92,20 @@ RECIPES: tuple[Recipe, ...] = (
     _mixed("qwen3_8_27b_q6", "Qwen3.8-27B: as qwen3_8_27b with gate and up in q6", "q8_g32", "q8_g32", inner="q6_g64"),
     Recipe("qwen3_8_27b_gguf", "Qwen3.8-27B: blocks of --source gguf=FILE as is, the delta rule's a and b in bf16",
            (Rule(r".*/gdn/[ab]_projection", "bf16", "A16Only"), _KEEP_ALL), (DENSE,), ("gguf",)),
+    *(
+        Recipe(f"{name}_nvfp4", f"{about}: NVFP4 weights of --source quantized=DIR, embedding and head in q8",
+               (_MTP, _BF16, Rule(f"{EMBEDDING}|{HEAD}", "q8_g32"), *rest, Rule(r".*", KEEP, "AllowA4", "bf16")),
+               (kind,), ("quantized",))
+        for name, about, kind, rest in (
+            ("qwen3_6_27b", "Qwen3.6-27B", DENSE, ()),
+            ("qwen3_6_35b_a3b", "Qwen3.6-35B-A3B", MOE, (Rule(r".*/(attention|gdn)/.*", "q8_g32"),)),
+        )
+    ),
+    Recipe("qwen3_8_27b_nvfp4",
+           "Qwen3.8-27B: NVFP4 and FP8 weights of --source quantized=DIR, other matrices in FP8",
+           (_MTP, _BF16, Rule(r".*", KEEP, "AllowA4", "fp8_e4m3fn_row_bf16")), (DENSE,), ("quantized",)),
+    Recipe("bonsai2_27b_ternary", "Ternary Bonsai 2 27B: --source ternary=GGUF (PQ2_0) as t2_g128",
+           (_MTP, _BF16, Rule(r".*", "t2_g128")), (DENSE,), ("ternary",)),
     Recipe(
         "qwen3_6_35b_a3b",
         "Qwen3.6-35B-A3B: experts in q4/q5 (down of layers 34, 38, 39 in q6), other matrices in q8, head in q6",

@@ -10,9 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
-
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, check_extents
+from ninfer.artifacts.hf_quant import QuantTensor, StoredTensor, join
 from ninfer.artifacts.mapped import MappedFile
 from ninfer.errors import ArtifactError
 from ninfer.formats.quant import BF16_FORMAT, F16_FORMAT, F32_FORMAT
@@ -34,18 +33,6 @@ def logical_name(name: str) -> str:
         if name.startswith(prefix):
             return short + name[len(prefix) :]
     return name
-
-
-@frozen
-class StoredTensor:
-    """offset: of its first byte in `file`. dtype: as the file spells it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: MappedFile
-    offset: int
-    nbytes: int
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,7 +111,7 @@ class SafetensorsArtifact(Artifact):
         self.config = read_json(path / "config.json")
         self._files: list[MappedFile] = []
         try:
-            self._stored = self._open_files()
+            self._stored, self._joined = join(self._open_files())
         except BaseException:
             self.close()
             raise
@@ -185,7 +172,7 @@ class SafetensorsArtifact(Artifact):
         return stored
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._stored)
+        return (*self._stored, *self._joined)
 
     def _find(self, name: str) -> StoredTensor:
         try:
@@ -193,7 +180,18 @@ class SafetensorsArtifact(Artifact):
         except KeyError:
             raise self.missing(name) from None
 
+    def _quantised(self, name: str) -> QuantTensor | None:
+        return self._joined.get(name)
+
+    def divisors(self, name: str) -> tuple[float, ...]:
+        """Of the activations that meet an NVFP4 matrix."""
+        joined = self._quantised(name)
+        return () if joined is None or joined.divisor is None else (joined.divisor,)
+
     def info(self, name: str) -> TensorInfo:
+        joined = self._quantised(name)
+        if joined is not None:
+            return TensorInfo(joined.shape, joined.format)
         tensor = self._find(name)
         if tensor.dtype not in FORMAT_OF:
             raise ArtifactError(
@@ -205,10 +203,8 @@ class SafetensorsArtifact(Artifact):
         return TensorInfo(tensor.shape, FORMAT_OF[tensor.dtype])
 
     def get(self, name: str) -> Parameter:
-        tensor, info = self._find(name), self.info(name)
-        raw = tensor.file.bytes[tensor.offset : tensor.offset + tensor.nbytes]
-        if raw.size != tensor.nbytes:
-            raise ArtifactError(f"{self.path}: already closed")
+        info, joined = self.info(name), self._quantised(name)
+        raw = self._find(name).raw if joined is None else joined.make()
         return Parameter(name, info.shape, info.format, raw)
 
     def close(self) -> None:

@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
+import attrs
 import uvicorn
 
+from ninfer.api.request_log import RequestLog
 from ninfer.cli.output import Console, configure_logging, run, version
 from ninfer.config import ServeConfig, parse
 from ninfer.errors import UsageError
@@ -213,7 +216,25 @@ def _post(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], value: o
         loop.call_soon_threadsafe(call, value)
 
 
-def load_engine(config: ServeConfig, console: Console) -> tuple[Engine, Callable[[AsyncEngineClient], App]]:
+def open_request_log(config: ServeConfig) -> RequestLog | None:
+    """The log of the flags. Raises UsageError."""
+    if config.request_log_jsonl is None:
+        return None
+    if config.request_log_jsonl.resolve() == Path(config.engine.model).resolve():
+        raise UsageError("--request-log-jsonl: this is the model's file; name another")
+    told = attrs.asdict(config)
+    told["api_keys"] = len(config.all_api_keys())
+    return RequestLog(
+        config.request_log_jsonl,
+        max_mib=config.request_log_max_mib,
+        keep=config.request_log_keep,
+        server={"version": version(), "model": config.engine.model, "pid": os.getpid(), "config": told},
+    )
+
+
+def load_engine(
+    config: ServeConfig, console: Console, log: RequestLog | None = None
+) -> tuple[Engine, Callable[[AsyncEngineClient], App]]:
     """The model of the flags."""
     from ninfer.api.app import build_app  # late, so that a bad flag or a busy port is told at once
     from ninfer.runtime.load import load
@@ -224,7 +245,7 @@ def load_engine(config: ServeConfig, console: Console) -> tuple[Engine, Callable
         console.line(loaded.explain())
     console.report("loaded", f"{loaded.model_id}  in {time.perf_counter() - begun:.1f} s")
     engine = Engine(loaded.runner, config.engine, speculation=loaded.speculation)
-    return engine, lambda client: build_app(loaded, client, config)
+    return engine, lambda client: build_app(loaded, client, config, log)
 
 
 def body(argv: Sequence[str]) -> int:
@@ -241,10 +262,12 @@ def body(argv: Sequence[str]) -> int:
     sock = listen(config.host, config.port)
     console = Console()
     console.report("ninfer", version())
-    public = "" if keys or sock.getsockname()[0] in ("127.0.0.1", "::1") else "  open to others: no --api-key"
-    console.report("listen", f"{url(sock)}  {len(keys)} keys{public}")
+    log = open_request_log(config)
+    console.report("listen", f"{url(sock)}  {len(keys)} keys")
+    if not keys and sock.getsockname()[0] not in ("127.0.0.1", "::1"):
+        console.report("warning", f"--host {config.host} lets other machines in, and no key is asked: give --api-key")
     sys.setswitchinterval(SWITCH_S)
-    return asyncio.run(serve(config, sock, lambda: load_engine(config, console), console))
+    return asyncio.run(serve(config, sock, lambda: load_engine(config, console, log), console))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from ninfer.formats.bits import Bits, Offset, Plane, Signed, Table
-from ninfer.formats.quant import QuantFormat
+from ninfer.formats.quant import FloatFormat, QuantFormat
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.types import Dim, Env, Sym, Types
 from ninfer.routes.grids_cpu import GRIDS, grid_source
@@ -55,6 +55,8 @@ def codes(fmt: QuantFormat, n: int, k: int) -> dict[str, Any]:
     common: dict[str, Any] = {"fmt": fmt, "n": n, "k": k, "p": f"{fmt.name}_{n}x{k}"}
     if fmt.is_plain:
         return {**common, "kind": "dense"}
+    if isinstance(fmt, FloatFormat):
+        return {**common, "kind": "float"}
     if fmt.is_grid:
         return {**common, "kind": "grid", "grid_source": grid_source(fmt)}
     assert fmt.code is not None and fmt.d is not None

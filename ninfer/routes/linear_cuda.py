@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from ninfer.formats.quant import QuantFormat, align_up
+from ninfer.formats.quant import FloatFormat, QuantFormat, align_up
 from ninfer.ir.op import Op, snake
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant
@@ -484,6 +484,8 @@ def _readable(op: Op, types: Types) -> str | None:
         assert t.fmt is not None
         if t.fmt.is_grid:
             return f"{t.fmt.name} is a table of vectors, which no kernel unpacks yet"
+        if isinstance(t.fmt, FloatFormat):
+            return f"{t.fmt.name} has words that are small floats, which no kernel unpacks yet"
     return None
 
 

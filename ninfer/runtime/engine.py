@@ -33,7 +33,7 @@ from ninfer.errors import (
 )
 from ninfer.runtime.batch import Draw, Drawn, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
-from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, Timings, TokenMask, TokenOut
+from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, TokenMask, TokenOut
 from ninfer.runtime.scheduler import Part, Scheduler, Step, StepKind
 from ninfer.runtime.sequence import Failed, Phase, Sequence, Sink
 
@@ -107,7 +107,7 @@ class Engine:
         self._num_cancelled = 0
         self._num_rounds = 0
         self._num_round_rows = 0
-        self._past = Timings()  # counts over the requests that are done
+        self._num_cached_tokens = 0
         self._prefill_s = 0.0
         self._decode_s = 0.0
         self._service_s = 1.0
@@ -194,9 +194,7 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             num_requests=self._num_requests,
             num_cancelled=self._num_cancelled,
-            num_cached_tokens=self._past.num_cached_tokens,
-            num_drafted_tokens=self._past.num_drafted_tokens,
-            num_accepted_tokens=self._past.num_accepted_tokens,
+            num_cached_tokens=self._num_cached_tokens,
             num_rounds=self._num_rounds,
             num_round_rows=self._num_round_rows,
             prefill_s=self._prefill_s,
@@ -530,7 +528,7 @@ class Engine:
         if slot >= 0 and self.speculation is not None:
             self.speculation.free(slot)
         self._num_requests += 1
-        self._past = self._past.with_counts_of(seq.timings(self._clock()))
+        self._num_cached_tokens += seq.num_cached
         with self._lock:
             self._live.pop(seq.request.id, None)
         took = self._clock() - seq.arrived_s

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from typing import Protocol
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 
 @frozen(kw_only=True)
@@ -80,15 +80,6 @@ class Timings:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    def with_counts_of(self, other: Timings) -> Timings:
-        """Counts that only the end of a request tells, summed."""
-        return evolve(
-            self,
-            num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
-            num_drafted_tokens=self.num_drafted_tokens + other.num_drafted_tokens,
-            num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
-        )
-
 
 @frozen(kw_only=True)
 class Delta:
@@ -132,8 +123,6 @@ class EngineStats:
     num_requests: int = 0  # finished since start
     num_cancelled: int = 0
     num_cached_tokens: int = 0  # prompt tokens that were not computed anew, of finished requests
-    num_drafted_tokens: int = 0  # of finished requests, as the next
-    num_accepted_tokens: int = 0
     num_rounds: int = 0  # decode steps
     num_round_rows: int = 0  # rows of those
     prefill_s: float = 0.0

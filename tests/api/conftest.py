@@ -19,6 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ninfer.api.app import build_app
+from ninfer.api.request_log import RequestLog
 from ninfer.config import EngineConfig, SamplingDefaults, ServeConfig
 from ninfer.errors import NinferError, Overloaded
 from ninfer.runtime.load import Loaded
@@ -205,6 +206,7 @@ def starter(tokenizer: Tokenizer) -> Iterator[Start]:
         defaults: SamplingDefaults | None = None,
         engine: EngineConfig | None = None,
         headers: dict[str, str] | None = None,
+        log: RequestLog | None = None,
         **config: Any,
     ) -> Server:
         client = client or FakeClient()
@@ -223,6 +225,7 @@ def starter(tokenizer: Tokenizer) -> Iterator[Start]:
             loaded,
             client,
             ServeConfig(engine=engine or EngineConfig(model="demo"), defaults=defaults or SamplingDefaults(), **config),
+            log,
         )
         sock = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from browser import Browser, find
 
-from ninfer.runtime.request import GenerateRequest
+from ninfer.runtime.request import DraftStats, GenerateRequest
 
 from .conftest import FakeClient, Server, Start, until
 
@@ -227,8 +227,7 @@ def test_the_dashboard_shows_what_stats_tell(start: Start, page: Browser) -> Non
         num_free_pages=4,
         slots=(slot, {"id": 1, "is_processing": False}),
         queue=(("abc-0", 1.25),),
-        num_drafted_tokens=10,
-        num_accepted_tokens=7,
+        drafts=DraftStats(num_drafted=10, num_accepted=7),
         tiers=({"name": "disk", "used_bytes": 1 << 20, "capacity_bytes": 4 << 20},),
     )
     page.open(server.url + "/dashboard")

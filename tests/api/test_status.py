@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from ninfer.errors import NinferError
+from ninfer.runtime.request import DraftStats
 
 from .conftest import MODEL, FakeClient, Server, Start
 
@@ -71,15 +72,16 @@ def test_stats_tell_drafts_tiers_and_the_queue_where_the_engine_does(server: Ser
     assert stats["acceptance"] is None and stats["cache"]["tiers"] == [] and stats["queue"]["entries"] == []
     server.client.stats_now = attrs.evolve(
         server.client.stats_now,
-        num_drafted_tokens=8,
-        num_accepted_tokens=6,
+        drafts=DraftStats(num_rounds=4, num_plain_rounds=1, num_drafted=8, num_accepted=6, accepted_at=(3, 3)),
         num_cached_tokens=5,
         num_waiting=2,
         queue=(("a-0", 2.5), ("b-0", 1.0)),
         tiers=({"name": "host", "used_bytes": 1, "capacity_bytes": 4},),
     )
     stats = server.http.get("/stats").json()
-    assert stats["acceptance"] == {"drafted_tokens": 8, "accepted_tokens": 6, "rate": 0.75}
+    told = stats["acceptance"]
+    assert (told["drafted_tokens"], told["accepted_tokens"], told["rate"]) == (8, 6, 0.75)
+    assert told["accepted_tokens_per_round"] == 2.0 and told["accepted_per_position"] == [3, 3]
     assert stats["cache"] == {
         "reused_prompt_tokens": 5,
         "tiers": [{"name": "host", "used_bytes": 1, "capacity_bytes": 4}],

@@ -51,7 +51,7 @@ def build(client):
         await send({{"type": "http.response.body", "body": b""}})
     return app
 
-serve.load_engine = lambda config, console: start()
+serve.load_engine = lambda config, console, log: start()
 sys.exit(serve.main(["fake", "--port", "0", "--drain-timeout-ms", "{drain_ms}"]))
 """
 

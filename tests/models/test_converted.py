@@ -45,7 +45,10 @@ def test_bf16_conversion_changes_no_logit(tmp_path: Path, name: str) -> None:
     assert np.array_equal(logits(out), logits(DATA / name))
 
 
-@pytest.mark.parametrize("recipe,fmt", [("q4", "q4_g64"), ("q5", "q5_g64"), ("q6", "q6_g64"), ("q8", "q8_g32")])
+@pytest.mark.parametrize(
+    "recipe,fmt",
+    [("q4", "q4_g64"), ("q5", "q5_g64"), ("q6", "q6_g64"), ("q8", "q8_g32"), ("fp8", "fp8_e4m3fn_row_bf16")],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_dense_hd256"])
 def test_groupwise_conversion_equals_quantising_at_load(tmp_path: Path, name: str, recipe: str, fmt: str) -> None:
     out = converted(tmp_path, DATA / name, recipe)

@@ -147,7 +147,8 @@ def stored_blocks(fmt: QuantFormat) -> NDArray[np.uint8]:
         blocks = raw.reshape(-1, fmt.block_bytes)
         return blocks[: len(blocks) // 2 * 2]
     x = np.random.default_rng(0).standard_normal((8, 2 * fmt.block * max(1, 128 // fmt.block)))
-    return fmt.pack(x.astype(np.float32)).reshape(-1)
+    raw = fmt.pack(x.astype(np.float32))
+    return raw if fmt.split else raw.reshape(-1, fmt.block_bytes)
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if not f.is_plain], ids=str)

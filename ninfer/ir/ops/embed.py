@@ -8,7 +8,7 @@ import numpy as np
 from attrs import frozen
 
 from ninfer.formats.dtypes import I32
-from ninfer.formats.quant import Packed, by_name
+from ninfer.formats.quant import FLOATS, Packed, by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require
@@ -31,14 +31,16 @@ class Embed(Op):
     def reference(self, args: Arrays) -> Arrays:
         tokens, w = ints(args[0]), args[1]
         if isinstance(w, Packed):  # only these rows are decoded
-            shape = (len(tokens), w.shape[1])
-            rows = w.format.unpack(w.format.gather_rows(w.raw, w.shape, tokens.astype(np.intp)), shape)
+            rows = w.format.unpack_rows(w.raw, w.shape, tokens.astype(np.intp))
         else:
             rows = f32_array(w)[tokens]
         return (rows * np.float32(self.scale),)
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
+        for fmt in FLOATS:
+            (tt, t), (wt, w) = cw.ints(T, [0, 127, 7]), cw.matrix(fmt, 128, 192)
+            yield Case(cls(), fmt.name, (tt, wt), (t, w), Env(rows=3, logit_rows=1, seqs=1), rtol=1e-6, atol=1e-7)
         for name in ("f32", "f16", "bf16", "q4_1", "q8_0", "q6_k", "q4_k", "q4_g64", "q6_g64", "q8_g32"):
             (tt, t), (wt, w) = cw.ints(T, [0, 39, 7]), cw.matrix(by_name(name), 40, 256)
             yield Case(cls(), name, (tt, wt), (t, w), Env(rows=3, logit_rows=1, seqs=1), rtol=1e-6, atol=1e-7)

@@ -7,7 +7,7 @@ from math import prod
 
 from attrs import frozen
 
-from ninfer.formats.quant import FORMATS, by_name
+from ninfer.formats.quant import FLOATS, FORMATS, by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, Work, require
@@ -57,6 +57,11 @@ class Linear(Op):
                 w = cw.matrix(fmt, 50, k)
                 env = Env(rows=n_rows, logit_rows=1, seqs=1)
                 yield _case(cls(), f"{fmt.name}-r{n_rows}", env, x, w)
+        for fmt in FLOATS:
+            for n_rows in (1, 9):
+                x = cw.rows(T, n_rows, 320, seed=n_rows)
+                env = Env(rows=n_rows, logit_rows=1, seqs=1)
+                yield _case(cls(), f"{fmt.name}-r{n_rows}", env, x, cw.matrix(fmt, 128, 320))
         q4, q8 = by_name("q4_g64"), by_name("q8_0")
         x = cw.rows(T, 5, 256, seed=9)
         env = Env(rows=5, logit_rows=1, seqs=1)
