@@ -253,13 +253,18 @@ class CpuBench:
     def info(self) -> DeviceInfo:
         return self.device.info
 
+    def begin(self, plans: Sequence[Plan]) -> None:
+        self._bound.clear()
+        self.device.compile(plans)
+        needed = max(p.arena_bytes for p in plans) if plans else 0
+        if len(self.memory.arena) < needed:
+            self.memory.arena = aligned(needed)
+
     def prepare(
         self, plan: Plan, fill: Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
     ) -> Callable[[], float]:
-        if len(self.memory.arena) < plan.arena_bytes:
-            self.memory.arena = aligned(plan.arena_bytes)
         executable = self.device.bind(plan, self.memory, self.consts, self.device.compile([plan]))
-        self._bound = {id(plan): executable}
+        self._bound[id(plan)] = executable
         fill(executable.step, executable.header)
         noise = np.random.default_rng(7).standard_normal(plan.arena_bytes // 4, np.float32)
         self.memory.arena[: noise.nbytes].view(np.float32)[:] = noise

@@ -695,17 +695,23 @@ class CudaBench:
     def info(self) -> DeviceInfo:
         return self.device.info
 
+    def begin(self, plans: Sequence[Plan]) -> None:
+        self.device.stream.synchronize()
+        for old in self._bound.values():
+            old.free()
+        self._bound.clear()
+        self.device.compile(plans)
+        needed = max((p.arena_bytes for p in plans), default=0)
+        if self._arena.nbytes < needed:
+            self._arena.free()
+            self._arena = Region(self.device.cupy, needed)
+            self.memory.arena, self.memory.arena_bytes = self._arena.pointer, needed
+
     def prepare(
         self, plan: Plan, fill: Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
     ) -> Callable[[], float]:
-        if self._arena.nbytes < plan.arena_bytes:
-            self._arena.free()
-            self._arena = Region(self.device.cupy, plan.arena_bytes)
-            self.memory.arena, self.memory.arena_bytes = self._arena.pointer, plan.arena_bytes
-        for old in self._bound.values():
-            old.free()
         executable = self.device.bind(plan, self.memory, self.consts, self.device.compile([plan]))
-        self._bound = {id(plan): executable}
+        self._bound[id(plan)] = executable
         fill(executable.step, executable.header)
         noise = np.random.default_rng(7).standard_normal(min(plan.arena_bytes // 4, 1 << 24), np.float32)
         for at in range(0, plan.arena_bytes, max(noise.nbytes, 1)):
@@ -737,8 +743,6 @@ class CudaBench:
         )
 
     def close(self) -> None:
-        for executable in self._bound.values():
-            executable.free()
-        self._bound.clear()
+        self.begin(())
         self._arena.free()
         self.device.close()
