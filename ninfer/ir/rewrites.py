@@ -4,7 +4,7 @@
     rms_norm, rope, kv_append, attention, sigmoid_mul                     fused_attention
     causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
-    linear_add -> fused_linear(norm)                                      codes of weighed values, sums of squares: weigh
+    linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
 
 A decode step of a layer is so five launches: projections in, mixer, projection out, gate and up, down.
 """

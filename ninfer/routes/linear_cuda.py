@@ -34,6 +34,10 @@ class Weight:
     first_row: int
     fmt: QuantFormat
 
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // TILE_ROWS)
+
 
 @frozen
 class Body:
@@ -136,18 +140,21 @@ class Operands:
     offset: float
     weigh: int = 0
     next_norm: int | None = None
+    ahead: Operands | None = None  # of the product that comes next
 
 
 def operands(op: Op, types: Types) -> Operands:
     if isinstance(op, FusedLinear):
-        num_inputs = next(n for n in range(2, len(types) + 1) if _infers(op, types[:n], types[n:]))
-        at, matrices = op.split(types[:num_inputs])
+        total = next(n for n in range(2, len(types) + 1) if _infers(op, types[:n], types[n:]))
+        at, matrices = op.split(types[:total])
+        num_inputs = total - op.ahead_weights
+        ahead = _ahead(op.ahead, types, range(num_inputs, total)) if op.ahead and op.ahead_weights else None
         k = types[matrices[0]].shape[1]
         assert isinstance(k, int)
         return Operands(
             types[0], k, tuple((i, types[i]) for i in matrices), at if op.norm else None, op.packed,
             num_inputs - 1 - (op.weigh > 0) if op.epilogue == "add" else None, op.epilogue == "swiglu", op.quant,
-            op.eps, op.offset, op.weigh, num_inputs - 1 if op.weigh else None,
+            op.eps, op.offset, op.weigh, num_inputs - 1 if op.weigh else None, ahead,
         )  # fmt: skip
     k = types[0].shape[1]
     assert isinstance(k, int)
@@ -155,6 +162,16 @@ def operands(op: Op, types: Types) -> Operands:
     weights = tuple((i, types[i]) for i in range(1, 1 + count))
     residual = 2 if isinstance(op, LinearAdd) else None
     return Operands(types[0], k, weights, None, 0, residual, isinstance(op, LinearSwiglu), 0, 0.0, 0.0)
+
+
+def _ahead(op: FusedLinear, types: Types, at: Sequence[int]) -> Operands:
+    """What is known of the next product: its weights and what its blocks own together."""
+    k, weights = types[at[0]].shape[1], tuple((i, types[i]) for i in at)
+    assert isinstance(k, int)
+    residual = 0 if op.epilogue == "add" else None
+    return Operands(
+        types[0], k, weights, None, op.packed, residual, op.epilogue == "swiglu", op.quant, 0.0, 0.0, op.weigh
+    )
 
 
 def _count_matrices(types: Types) -> int:
@@ -169,7 +186,7 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     if not matrices or any(inputs[i].fmt is None for i in matrices) or any(t.fmt is not None for t in outs):
         return False
     if op.epilogue == "add":
-        return len(inputs) == at + op.norm + 2 + (op.weigh > 0)
+        return len(inputs) == at + op.norm + 2 + (op.weigh > 0) + op.ahead_weights
     return True
 
 
@@ -262,7 +279,8 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB of shared memory), group
     (columns per activation scale, where the route quantises), late (fills of a warp's ring that are still to come when
     the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
-    blocks note the times of their phases).
+    blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
+    its own are on their way).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -319,13 +337,24 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
         "halves": halves, "bodies": bodies, "blocks": blocks, "at": Places(**offsets, end=at), "riders": riders,
         "late": tuning.get("late", -1), "tickets": sum(b.left for b in bodies), "kept": kept, "holds": holds,
-        "stamps": tuning.get("stamps", 0), "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
+        "nexts": _nexts(o, warps, tuning), "swiglu_ahead": bool(o.ahead and o.ahead.swiglu),
+        "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
+        "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
         "residual": "" if o.residual is None else f"a{o.residual}",
         "swiglu": o.swiglu, "quant": o.quant, **_weighing(o), "parameters": _names(o, types),
     }  # fmt: skip
+
+
+def _nexts(o: Operands, warps: int, tuning: Tuning) -> tuple[Body, ...]:
+    """The bodies of the next product, as this tuning would deal out its blocks."""
+    if o.ahead is None or not tuning.get("ahead", 0):
+        return ()
+    plain = [i for i, t in o.ahead.weights if t.fmt and t.fmt.dtype]
+    bodies = _bodies(o.ahead, warps, 1, tuning["blocks"], o.ahead.packed or SLICE, tuning.get("split", 1), plain)
+    return tuple(b for b in bodies if b.tiling)
 
 
 def _weighing(o: Operands) -> dict[str, Any]:
@@ -347,7 +376,8 @@ def _rows(o: Operands, env: Env) -> int:
 
 
 def _num_inputs(o: Operands) -> int:
-    return max([i for i, _ in o.weights] + [o.residual or 0, o.next_norm or 0]) + 1
+    weights = (*o.weights, *(o.ahead.weights if o.ahead else ()))
+    return max([i for i, _ in weights] + [o.residual or 0, o.next_norm or 0]) + 1
 
 
 def _names(o: Operands, types: Types) -> str:
