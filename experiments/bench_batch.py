@@ -48,11 +48,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--profile", type=Path, help="a device profile")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = EngineConfig(
         model=args.model, format=args.format, device=args.device, max_concurrency=max(args.batch), prefill_chunk=64,
-        max_context=args.context + args.count + 64,
+        max_context=args.context + args.count + 64, device_profile_path=args.profile,
     )  # fmt: skip
     runner = load(config, lambda label, text: print(f"{label:9} {text}", flush=True)).runner
     assert isinstance(runner, CompiledRunner)

@@ -29,7 +29,6 @@ from ninfer.artifacts.artifact import Artifact
 from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
 from ninfer.devices.cuda import CudaDevice, CudaExecutable, Weight
 from ninfer.devices.plan import Launch, Place
-from ninfer.devices.synthetic import Synthetic
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
 from ninfer.ir.op import Op
@@ -38,10 +37,11 @@ from ninfer.ir.types import Env, Types
 from ninfer.models import identify
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.lower import Lowering
-from ninfer.routes.profile import DeviceProfile
+from ninfer.routes.profile import load_profile
 from ninfer.routes.render import Renderer
 from ninfer.routes.route import RouteRegistry
 from ninfer.routes.select import Selector
+from ninfer.runtime.backend import synthetic_weights
 from ninfer.runtime.batch import Draw, SeqRows
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.steps import fill_step, read_drawn
@@ -56,16 +56,9 @@ def open_model(name: str, format: str | None) -> Artifact:
 
 def weights_of(graph: Graph, artifact: Artifact) -> dict[str, Weight]:
     """Matrices of a synthetic model are markers, which the device fills."""
-    if not isinstance(artifact, SyntheticArtifact):
-        return dict(bind_weights(graph, artifact))
-    weights: dict[str, Weight] = {}
-    for i, (value, spec) in enumerate(graph.weights.items()):
-        shape = tuple(int(d) for d in value.type.shape)
-        if value.type.fmt is not None:
-            weights[value.name] = Synthetic(value.type.fmt, shape, i)
-        else:
-            weights[value.name] = np.ascontiguousarray(artifact.get(spec.pieces[0].param).f32().reshape(shape))
-    return weights
+    return (
+        synthetic_weights(graph, artifact) if isinstance(artifact, SyntheticArtifact) else bind_weights(graph, artifact)
+    )
 
 
 def bytes_per_step(
@@ -162,6 +155,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="without the fusions of a decode plan")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--explain", action="store_true", help="print the plan")
+    parser.add_argument("--profile", type=Path, help="a device profile, over the shipped one and the user's")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
@@ -172,7 +166,7 @@ def main() -> None:
     print(f"{device.info.name}: read {read / 1e12:.2f} TB/s;  {args.model}: {spec.summary}, {artifact.summary()}")
     graph = family.build(spec, artifact.info, kv=kv_by_name(args.kv_dtype), mode="sample")
     registry = RouteRegistry(cuda_routes(device.info.units))
-    selector = Selector(registry, device.info, DeviceProfile(device.info.hardware_class))
+    selector = Selector(registry, device.info, load_profile(device.info, args.profile))
     lowering = Lowering(selector, Renderer(device.info))
     weights, points = weights_of(graph, artifact), list[dict[str, Any]]()
     for batch in args.batch:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ceilings
 
 from ninfer.config import EngineConfig
-from ninfer.devices.cuda import CudaDevice
+from ninfer.devices.cuda import CudaDevice, CudaExecutable
 from ninfer.runtime.batch import Draw, SeqRows
 from ninfer.runtime.load import load, open_model
 from ninfer.runtime.request import Sampling
@@ -56,6 +56,20 @@ def prefill(runner: CompiledRunner, length: int, chunk: int, draw: Draw) -> floa
     return time.perf_counter() - start
 
 
+def parts(executable: CudaExecutable) -> list[tuple[float, int, str]]:
+    """Where a full chunk's time goes: (milliseconds, launches, what) of each kind of launch on its own."""
+    kinds: dict[str, set[int]] = {}
+    for i, x in enumerate(executable.plan.launches):
+        what = x.source.entry.rsplit("_", 1)[0] if x.source is not None else str(x.library[0]) if x.library else ""
+        weights = " ".join(str(t) for t in x.types if t.fmt is not None)
+        kinds.setdefault(f"{x.op.key} {what} {weights}", set()).add(i)
+    rows = []
+    for what, chosen in kinds.items():
+        seconds = executable.time_calls(lambda i, x, chosen=chosen: i in chosen, 3)  # type: ignore[misc]
+        rows.append((round(seconds * 1e3, 3), len(chosen), what))
+    return sorted(rows, reverse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -65,11 +79,13 @@ def main() -> None:
     parser.add_argument("--prefill-chunk", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="time the kinds of launches of a full chunk")
+    parser.add_argument("--profile", type=Path, help="a device profile")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = EngineConfig(
         model=args.model, format=args.format, device=args.device, max_concurrency=1,
-        prefill_chunk=args.prefill_chunk, max_context=max(args.prompt) + 64,
+        prefill_chunk=args.prefill_chunk, max_context=max(args.prompt) + 64, device_profile_path=args.profile,
     )  # fmt: skip
     values = matrix_values(config)
     loaded = load(config, lambda label, text: print(f"{label:9} {text}", flush=True))
@@ -94,6 +110,10 @@ def main() -> None:
         }  # fmt: skip
         points.append(point)
         print(json.dumps(point), flush=True)
+    last = runner.executables[max(runner.executables)]
+    if args.parts and isinstance(last, CudaExecutable):
+        for ms, count, what in parts(last):
+            print(f"{ms:>9.3f} ms  {count:>4} x {ms / count * 1e3:>8.1f} us  {what}")
     if args.json:
         args.json.write_text(json.dumps(points, indent=1))
     runner.close()

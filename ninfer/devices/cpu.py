@@ -253,9 +253,11 @@ class CpuBench:
     def info(self) -> DeviceInfo:
         return self.device.info
 
+    def compile(self, plans: Sequence[Plan]) -> None:
+        self.device.compile(plans)
+
     def begin(self, plans: Sequence[Plan]) -> None:
         self._bound.clear()
-        self.device.compile(plans)
         needed = max(p.arena_bytes for p in plans) if plans else 0
         if len(self.memory.arena) < needed:
             self.memory.arena = aligned(needed)

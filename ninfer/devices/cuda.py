@@ -661,6 +661,19 @@ class CudaExecutable:
         end.synchronize()
         return float(cuda.get_elapsed_time(start, end)) / 1e3 / repeat
 
+    def time_calls(self, wanted: Callable[[int, Launch], bool], repeat: int) -> float:
+        """Seconds of some of the launches one after another, uncaptured: for plans with library calls."""
+        cuda, stream = self.device.cupy.cuda, self.device.stream
+        calls = [c for i, (x, c) in enumerate(zip(self.plan.launches, self._calls, strict=True)) if wanted(i, x)]
+        start, end = cuda.Event(), cuda.Event()
+        start.record(stream)
+        for _ in range(repeat):
+            for call in calls:
+                call()
+        end.record(stream)
+        end.synchronize()
+        return float(cuda.get_elapsed_time(start, end)) / 1e3 / repeat
+
     def host_seconds(self, repeat: int) -> float:
         """What starting a step costs the host, without the wait."""
         began = time.perf_counter()
@@ -695,12 +708,14 @@ class CudaBench:
     def info(self) -> DeviceInfo:
         return self.device.info
 
+    def compile(self, plans: Sequence[Plan]) -> None:
+        self.device.compile(plans)
+
     def begin(self, plans: Sequence[Plan]) -> None:
         self.device.stream.synchronize()
         for old in self._bound.values():
             old.free()
         self._bound.clear()
-        self.device.compile(plans)
         needed = max((p.arena_bytes for p in plans), default=0)
         if self._arena.nbytes < needed:
             self._arena.free()

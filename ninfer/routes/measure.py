@@ -30,7 +30,8 @@ from ninfer.routes.route import Candidate, width_of
 MARGIN = 0.03
 REPEAT = 11
 MAX_CHAIN = 64
-REFERENCE_FLOPS, REFERENCE_BYTES = 2_000_000_000, 64 << 20  # what the host's reference does in about a second
+MAX_CHAIN_WIDTH = 32  # wider steps are long enough, and their activations large
+REFERENCE_FLOPS, REFERENCE_BYTES = 400_000_000, 8 << 20  # what the host's reference does in a fraction of a second
 
 
 class Bench(Protocol):
@@ -39,8 +40,11 @@ class Bench(Protocol):
     @property
     def info(self) -> DeviceInfo: ...
 
+    def compile(self, plans: Sequence[Plan]) -> None:
+        """Compile what the plans need, at once."""
+
     def begin(self, plans: Sequence[Plan]) -> None:
-        """Compile the plans together, make room for the largest, and let go of what was prepared before."""
+        """Make room for the largest plan, and let go of what was prepared before."""
 
     def prepare(
         self, plan: Plan, fill: Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
@@ -126,18 +130,20 @@ def calibrate(
     envs: one for each step width, ascending. graph_at: the graph as the device runs it there. fill(rows, step, header).
     An op whose width is the same in several steps (a draw, in chunks of any size) is measured in the first.
     """
-    jobs: dict[tuple[str, int], tuple[list[Node], Env]] = {}
+    jobs: dict[tuple[str, int], _Job] = {}
     for env in envs:
         for key, nodes in op_groups(graph_at(env)).items():
-            if key.startswith(only):
-                width = width_of(tuple(a.type for a in nodes[0].args), env)
-                jobs.setdefault((key, width), (nodes[:MAX_CHAIN], env))
+            width = width_of(tuple(a.type for a in nodes[0].args), env)
+            if key.startswith(only) and (key, width) not in jobs:
+                chain = nodes[: MAX_CHAIN if width <= MAX_CHAIN_WIDTH else 4]
+                jobs[key, width] = _Job.of(lowering, key, width, chain, env)
+    bench.compile([plan for job in jobs.values() for plan in job.plans])
     timings: list[Timing] = []
     routes: dict[str, list[tuple[int, str]]] = {}
     digests: dict[str, str] = {}
-    for i, ((key, width), (nodes, env)) in enumerate(sorted(jobs.items(), key=lambda job: job[0])):
+    for i, (key, width) in enumerate(sorted(jobs)):
         progress(i, len(jobs), f"{key} at {width}")
-        found = list(_measure(lowering, bench, key, width, nodes, env, fill, repeat))
+        found = list(_measure(bench, jobs[key, width], fill, repeat))
         timings += [t for t, _ in found]
         best = _winner(found, repeat)
         routes.setdefault(key, []).append((width, best or ""))
@@ -157,30 +163,39 @@ def calibrate(
     return Calibration(profile, tuple(timings))
 
 
+@frozen
+class _Job:
+    """The candidates of an op at a width, each with its plan of a chain of nodes."""
+
+    key: str
+    width: int
+    nodes: Sequence[Node]
+    env: Env
+    candidates: Sequence[Candidate]
+    plans: Sequence[Plan]
+
+    @staticmethod
+    def of(lowering: Lowering, key: str, width: int, nodes: Sequence[Node], env: Env) -> _Job:
+        selector = lowering.selector
+        types = tuple(a.type for a in nodes[0].args)
+        candidates = selector.registry.candidates(nodes[0].op, types, env, selector.info)
+        return _Job(key, width, nodes, env, candidates, [chain_plan(lowering, nodes, env, c) for c in candidates])
+
+
 def _measure(
-    lowering: Lowering,
-    bench: Bench,
-    key: str,
-    width: int,
-    nodes: Sequence[Node],
-    env: Env,
-    fill: Callable[[int, Mapping[str, NDArray[Any]], NDArray[Any]], None],
-    repeat: int,
+    bench: Bench, job: _Job, fill: Callable[[int, Mapping[str, NDArray[Any]], NDArray[Any]], None], repeat: int
 ) -> Iterator[tuple[Timing, Callable[[], float]]]:
-    op = nodes[0].op
-    types = tuple(a.type for a in nodes[0].args)
-    work = op.work(types, env)
-    candidates = lowering.selector.registry.candidates(op, types, env, lowering.selector.info)
-    plans = [chain_plan(lowering, nodes, env, candidate) for candidate in candidates]
-    bench.begin(plans)
+    node, rows = job.nodes[0], job.env.rows
+    work = node.op.work(tuple(a.type for a in node.args), job.env)
+    bench.begin(job.plans)
     gate = _Gate(bench, work.flops > REFERENCE_FLOPS or work.nbytes > REFERENCE_BYTES)
-    for candidate, plan in zip(candidates, plans, strict=True):
-        run = bench.prepare(plan, lambda step, header: fill(env.rows, step, header))
+    for i, (candidate, plan) in enumerate(zip(job.candidates, job.plans, strict=True)):
+        run = bench.prepare(plan, lambda step, header: fill(rows, step, header))
         error = gate.error(plan, run)
         seconds = float("inf")
         if error <= gate.tolerance(candidate):
-            seconds = statistics.median(_round(bench, run) for _ in range(repeat)) / len(nodes)
-        yield Timing(key, width, candidate.id, seconds, work.nbytes, work.flops, error, candidate is candidates[0]), run
+            seconds = statistics.median(_round(bench, run) for _ in range(repeat)) / len(job.nodes)
+        yield Timing(job.key, job.width, candidate.id, seconds, work.nbytes, work.flops, error, i == 0), run
 
 
 def _round(bench: Bench, run: Callable[[], float]) -> float:

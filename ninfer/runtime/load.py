@@ -194,7 +194,7 @@ def calibrate_model(
 ) -> tuple[DeviceInfo, Calibration]:
     """Time every route for the model's ops at every width."""
     model = open_model(config, report, tokenizer_needed=False)
-    backend = open_backend(config, report, no_progress)
+    backend = open_backend(config, report, lambda what, done, total: progress(done, total, what))
     lowering = backend.lowering(attrs.evolve(config, device_profile="off"), no_report)
     graph = model.graph("sample")
     weights = backend.weights(graph, model.artifact, no_progress)

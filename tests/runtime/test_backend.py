@@ -43,11 +43,6 @@ def test_the_simulated_gpu_gives_the_text_of_the_processor() -> None:
     assert "fused_attention" in plans.split("width 16")[0] and "fused_attention" in plans
 
 
-@pytest.mark.gpu
-def test_the_gpu_gives_the_text_of_the_processor() -> None:
-    assert greedy("cuda", 32)[0] == greedy("cpu", 32)[0]
-
-
 def test_auto_is_the_processor_where_there_is_no_gpu() -> None:
     if cuda_missing() is None:
         pytest.skip("there is a GPU")

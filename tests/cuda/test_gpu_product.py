@@ -1,0 +1,118 @@
+"""A trained model on a real GPU through the product's loading and its server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from checkpoints import TINY_GGUF, tiny_cases
+
+from ninfer.config import EngineConfig
+from ninfer.runtime.batch import Draw, Drawn, SeqRows
+from ninfer.runtime.load import load
+from ninfer.runtime.request import Sampling
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = Draw(sampling=Sampling(temperature=0.0), seed=1, logprobs=2)
+NEAR_TIE = 0.1  # of log-probabilities: what 8-bit activations may turn
+
+
+def greedy(device: str, chunk: int, count: int = 24) -> list[list[Drawn]]:
+    """Eight prompts in chunks, then decoded together; one of them alone for its last tokens."""
+    config = EngineConfig(model=str(TINY_GGUF), device=device, max_concurrency=8, prefill_chunk=chunk, max_context=512)
+    runner = load(config).runner
+    pages, found = runner.limits.max_pages, list[list[Drawn]]()
+    cases = tiny_cases()[:8]
+    for slot, case in enumerate(cases):
+        runner.set_pages(slot, 0, list(range(slot * pages, (slot + 1) * pages)))
+        prompt, first = case["prompt_ids"], None
+        for at in range(0, len(prompt), chunk):
+            part = tuple(prompt[at : at + chunk])
+            draw = GREEDY if at + chunk >= len(prompt) else None
+            (first,) = runner.step([SeqRows(slot=slot, kv_len=at, tokens=part, generated=False, draw=draw)])
+        assert first is not None
+        found.append([first])
+    for i in range(count):
+        some = list(enumerate(cases))[: 8 if i < count // 2 else 1]
+        batch = [
+            SeqRows(
+                slot=s,
+                kv_len=len(c["prompt_ids"]) + i,
+                tokens=(found[s][-1].token,),
+                generated=True,
+                draw=GREEDY,
+            )
+            for s, c in some
+        ]
+        for mine, drawn in zip(found, runner.step(batch), strict=False):
+            assert drawn is not None
+            mine.append(drawn)
+    runner.close()
+    return found
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_greedy_ids_are_those_of_the_processor(chunk: int) -> None:
+    for ours, theirs in zip(greedy("cuda", chunk), greedy("cpu", chunk), strict=True):
+        for mine, exact in zip(ours, theirs, strict=True):
+            if mine.token != exact.token:
+                assert exact.top is not None
+                (_, best), (second, other) = exact.top
+                assert mine.token == second and best - other < NEAR_TIE, (mine, exact)
+                break
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "ninfer.cli.serve", str(TINY_GGUF), "--device", "cuda", "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                break
+        assert process.poll() is None, process.stdout.read().decode() if process.stdout else ""
+        time.sleep(0.1)
+    yield url
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+def ask(url: str, text: str) -> str:
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def test_eight_concurrent_requests_are_answered_as_alone(server: str) -> None:
+    texts = ["Hello!", "Count from 3 to 9.", "What is 2 + 2?", "Give me JSON."] * 2
+    alone = [ask(server, t) for t in texts[:4]] * 2
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda t: ask(server, t), texts)) == alone
+
+
+def test_a_closed_stream_frees_its_slot(server: str) -> None:
+    body = {"prompt": "Count", "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{server}/v1/completions", json=body, timeout=60) as reply:
+        next(reply.iter_lines())
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if not any(slot["is_processing"] for slot in httpx.get(f"{server}/slots").json()):
+            return
+        time.sleep(0.05)
+    raise AssertionError(json.dumps(httpx.get(f"{server}/slots").json()))
