@@ -130,6 +130,8 @@ class Reply:
             decode_s=now - first,
         )
         stop = self._stream.stopped
+        if stop is not None:  # a round of drafts goes on after it, but the reply does not
+            timings = attrs.evolve(timings, num_generated_tokens=self._num_tokens)
         length = delta.finish is FinishReason.LENGTH and stop is None
         return Finish(
             reason=FinishReason.LENGTH if length else FinishReason.STOP,

@@ -188,7 +188,26 @@ def prometheus(serving: Serving) -> str:
     lines: list[str] = []
     for name, kind, help, value in _metrics(serving.client.stats(), serving):
         lines += (f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value:.10g}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_draft_metrics(serving.client.stats().drafts)]) + "\n"
+
+
+def _draft_metrics(s: DraftStats | None) -> list[str]:
+    """Nothing without a drafter."""
+    if s is None:
+        return []
+    spec = "llamacpp:spec_decode_num"
+    found = [
+        (f"{spec}_drafts_total", "Rounds with drafts, of each sequence.", s.num_rounds - s.num_plain_rounds),
+        (f"{spec}_draft_tokens_total", "Tokens drafted.", s.num_drafted),
+        (f"{spec}_accepted_tokens_total", "Drafted tokens that were kept.", s.num_accepted),
+        ("ninfer:draft_plain_rounds_total", "Rounds without drafts, of each sequence.", s.num_plain_rounds),
+        ("ninfer:ngram_draft_tokens_total", "Tokens drafted as copies of earlier text.", s.num_copied),
+        ("ninfer:ngram_accepted_tokens_total", "Copied tokens that were kept.", s.num_copies_accepted),
+    ]
+    lines = [f"# HELP {name} {help}\n# TYPE {name} counter\n{name} {value}" for name, help, value in found]
+    at = f"{spec}_accepted_tokens_per_pos_total"
+    lines.append(f"# HELP {at} Drafted tokens that were kept, by their place in the round.\n# TYPE {at} counter")
+    return lines + [f'{at}{{position="{i}"}} {count}' for i, count in enumerate(s.accepted_at)]
 
 
 def _metrics(s: EngineStats, serving: Serving) -> list[tuple[str, str, str, float]]:

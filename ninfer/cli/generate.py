@@ -152,10 +152,11 @@ class Session:
 def rates(t: Timings, finish: FinishReason | None) -> str:
     """`prompt 12 tokens 240.0 tok/s  reply 40 tokens 31.2 tok/s  first token 0.05 s  stop`."""
     computed = t.num_prompt_tokens - t.num_cached_tokens
+    drafts = f"drafts kept {t.num_accepted_tokens} of {t.num_drafted_tokens}  " if t.num_drafted_tokens else ""
     return (
         f"prompt {t.num_prompt_tokens} tokens {_rate(computed, t.prefill_s)}  "
         f"reply {t.num_generated_tokens} tokens {_rate(t.num_generated_tokens - 1, t.decode_s)}  "
-        f"first token {t.queue_s + t.prefill_s:.2f} s  {finish}"
+        f"{drafts}first token {t.queue_s + t.prefill_s:.2f} s  {finish}"
     )
 
 

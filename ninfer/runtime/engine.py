@@ -467,7 +467,8 @@ class Engine:
             self._finish(seq, tokens=tuple(tokens), **end)
             return 0
         seq.last = drawn[-1].token
-        self._post(seq, Delta(request_id=seq.request.id, tokens=tuple(tokens)))
+        timings = seq.timings(now) if row.num_draws > 1 else None
+        self._post(seq, Delta(request_id=seq.request.id, tokens=tuple(tokens), timings=timings))
         return len(drawn)
 
     def _take(self, seq: Sequence, drawn: Seq[Drawn], tokens: list[TokenOut]) -> dict[str, Any] | None:

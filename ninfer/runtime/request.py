@@ -90,12 +90,12 @@ class Delta:
     finish: FinishReason | None = None
     stop_id: int | None = None  # the end token that finished it
     error: str | None = None  # with finish ERROR
-    timings: Timings | None = None  # with finish
+    timings: Timings | None = None  # with finish, and after rounds of drafts: a stop string may lie inside one
 
 
 @frozen(kw_only=True)
 class DraftStats:
-    """Counts since start. A sequence's part of a round counts as a round; plain: one without drafts.
+    """Counts since start. A sequence's part of a round counts as a round; plain: those of them without drafts.
 
     accepted_at: accepted drafts by their place in the round; copied: drafts that were copies of earlier text.
     """

@@ -110,3 +110,21 @@ def test_stats_count_what_became_of_requests(start: Start) -> None:
 def test_the_index_lists_the_routes(server: Server) -> None:
     found = server.http.get("/v1").json()
     assert {"method": "POST", "path": "/v1/messages"} in found["endpoints"] and found["model"] == MODEL
+
+
+def test_drafts_are_counted_by_round_and_place(server: Server) -> None:
+    assert "spec_decode" not in server.http.get("/metrics").text
+    drafts = DraftStats(num_rounds=4, num_plain_rounds=1, num_drafted=8, num_accepted=6, accepted_at=(4, 2))
+    server.client.stats_now = attrs.evolve(server.client.stats_now, drafts=drafts)
+    lines = server.http.get("/metrics").text.splitlines()
+    assert "llamacpp:spec_decode_num_drafts_total 3" in lines
+    assert "llamacpp:spec_decode_num_draft_tokens_total 8" in lines
+    assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2' in lines
+    assert "ninfer:draft_plain_rounds_total 1" in lines
+
+
+def test_a_stop_string_inside_a_round_ends_the_count_there(start: Start) -> None:
+    server = start(FakeClient(script=lambda request: [[65, 66, 67, 68]]))
+    body = server.chat(stop=["c"], max_tokens=4).json()
+    assert body["choices"][0]["message"]["content"] == "b"
+    assert body["usage"]["completion_tokens"] == 2

@@ -118,7 +118,8 @@ class Speculation:
 
     def note(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
         """A sequence's part of a round."""
-        self._count["num_rounds" if num_drafts else "num_plain_rounds"] += 1
+        self._count["num_rounds"] += 1
+        self._count["num_plain_rounds"] += not num_drafts
         self._count["num_drafted"] += num_drafts
         self._count["num_accepted"] += num_accepted
         if seq.copied:
