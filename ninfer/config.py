@@ -142,6 +142,7 @@ class EngineConfig:
     format: str | None = flag("weight format of a synthetic model", value="FORMAT")
     spec: str = flag("who drafts tokens ahead of the model", choices=SPECS, default="none")
     draft_tokens: int | None = flag("drafts per round (what suits the drafter)", whole(1, 15))
+    adaptive_mtp: bool = flag("let survival and time choose how many drafts a round of --spec mtp has", default=False)
     ngram_draft_tokens: int = flag(
         "longest copy of earlier text drafted in a round with --spec", whole(0, 15), default=15
     )

@@ -377,6 +377,8 @@ class Engine:
             self._decode_s += took
             self._num_rounds += 1
             self._num_round_rows += len(parts)
+            if speculation is not None:
+                speculation.took(took)
 
     @staticmethod
     def _advance(

@@ -69,6 +69,7 @@ def plain() -> Iterator[Plain]:
         ("mtp", {"draft_tokens": 3}),
         ("mtp", {"draft_tokens": 7, "ngram_min_match": 4}),
         ("mtp", {"draft_tokens": 15, "ngram_draft_tokens": 0}),
+        ("mtp", {"adaptive_mtp": True}),
         ("ngram", {"ngram_min_match": 4}),
         ("ngram", {"draft_tokens": 5, "ngram_min_match": 6}),
     ],
@@ -132,6 +133,22 @@ def test_a_drafter_that_the_checkpoint_lacks_is_one_line() -> None:
         "--spec mtp: the checkpoint has no multi-token-prediction block (mtp.*); "
         "--spec ngram works with every model, --spec none without drafts"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"spec": "ngram", "ngram_draft_tokens": 0}, r"drafts nothing; use --spec none"),
+        ({"spec": "ngram", "adaptive_mtp": True}, r"--adaptive-mtp .* use it with --spec mtp, not ngram"),
+        ({"adaptive_mtp": True}, r"--adaptive-mtp .* use it with --spec mtp, not none"),
+        ({"spec": "mtp", "draft_tokens": 16}, r"--draft-tokens: '16' is not a whole number from 1 to 15"),
+        ({"spec": "eagle"}, r"--spec: 'eagle' is none of none, mtp, ngram"),
+    ],
+    ids=str,
+)
+def test_flags_that_make_no_sense_are_one_line(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine(**{"spec": "none", **flags})
 
 
 def test_copies_work_with_a_model_that_has_no_recurrence(tmp_path: Path) -> None:

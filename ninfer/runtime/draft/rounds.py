@@ -17,6 +17,7 @@ from attrs import define, evolve, field
 from ninfer.runtime.batch import Drawn, SeqRows
 from ninfer.runtime.draft.drafter import Advance, Drafter, Run, Want
 from ninfer.runtime.draft.ngram import NgramDrafter
+from ninfer.runtime.draft.width import AdaptiveWidth, Survival
 from ninfer.runtime.request import DraftStats, GenerateRequest
 from ninfer.runtime.sequence import Sequence as Seq
 from ninfer.runtime.steps import read_draws
@@ -45,7 +46,8 @@ class Speculation:
     """What the engine asks about drafts; on its thread only.
 
     run_verify, run_fold: the "verify" and "fold" graphs; without a fold, verifying moves all there is to move.
-    num_drafts: of `drafter` in a round; num_copied: of `copier`, whose drafts go before the drafter's.
+    num_drafts: of `drafter` in a round; num_copied: of `copier`, whose drafts go before the drafter's. width: chooses
+    how many of num_drafts a round has; None: all.
     """
 
     run_verify: Run
@@ -54,6 +56,9 @@ class Speculation:
     copier: NgramDrafter | None
     num_drafts: int
     num_copied: int
+    width: AdaptiveWidth | None = None
+    _survival: dict[int, Survival] = field(init=False, factory=dict)  # by slot
+    _timed: tuple[int, int] | None = field(init=False, default=None)  # sequences and drafts of the round under way
     _at: list[int] = field(init=False)  # accepted drafts by their place in the round
     _count: Counter[str] = field(init=False, factory=Counter)  # fields of DraftStats
 
@@ -74,8 +79,10 @@ class Speculation:
         if seq.drafting:
             for drafter in self._drafters:
                 drafter.begin(seq.slot, seq.request.prompt_ids)
+            self._survival[seq.slot] = Survival()
 
     def free(self, slot: int) -> None:
+        self._survival.pop(slot, None)
         for drafter in self._drafters:
             drafter.end(slot)
 
@@ -91,6 +98,8 @@ class Speculation:
         if self.drafter is not None and rest:
             for seq, drafts in zip(rest, self.drafter.propose(self._wants(rest, self.num_drafts)), strict=True):
                 seq.drafts, seq.copied = before_stop(drafts, seq.request.stop_ids), False
+        uniform = seqs and not any(seq.copied for seq in seqs)
+        self._timed = (len(seqs), max(len(seq.drafts) for seq in seqs)) if uniform else None
 
     def _wants(self, seqs: Sequence[Seq], most: int) -> list[Want]:
         return [Want(slot=s.slot, kv_len=s.kv_len, last=s.last, limit=_limit(s, most)) for s in seqs]
@@ -108,13 +117,24 @@ class Speculation:
 
     def advance(self, seqs: Sequence[Seq], kv_lens: Sequence[int], following: Sequence[tuple[int, ...]]) -> None:
         """What became final of each, from kv_len on, with the token after every row; after a step of any kind."""
+        most = self.num_drafts
+        if self.width is not None:
+            most = self.width.width
+        if self.width is not None and self._timed is not None:  # after a round that was no copy
+            most = self.width.choose([self._survival[seq.slot] for seq in seqs if seq.drafting and seq.last >= 0])
         parts = [
-            Advance(slot=seq.slot, kv_len=kv_len, following=ids, limit=_limit(seq, self.num_drafts))
+            Advance(slot=seq.slot, kv_len=kv_len, following=ids, limit=_limit(seq, most))
             for seq, kv_len, ids in zip(seqs, kv_lens, following, strict=True)
             if seq.drafting and ids
         ]
         for drafter in self._drafters if parts else ():
             drafter.advance(parts)
+
+    def took(self, seconds: float) -> None:
+        """The round that was proposed last, from its proposal to the drafts for the next one."""
+        if self.width is not None and self._timed is not None:
+            self.width.observe(*self._timed, seconds)
+        self._timed = None
 
     def note(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
         """A sequence's part of a round."""
@@ -122,6 +142,8 @@ class Speculation:
         self._count["num_plain_rounds"] += not num_drafts
         self._count["num_drafted"] += num_drafts
         self._count["num_accepted"] += num_accepted
+        if seq.drafting and not seq.copied:
+            self._survival[seq.slot].note(num_drafts, num_accepted)
         if seq.copied:
             self._count["num_copied"] += num_drafts
             self._count["num_copies_accepted"] += num_accepted

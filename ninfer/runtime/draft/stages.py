@@ -21,8 +21,11 @@ from ninfer.runtime.draft.drafter import Drafter, Run
 from ninfer.runtime.draft.mtp import MtpDrafter
 from ninfer.runtime.draft.ngram import NgramDrafter
 from ninfer.runtime.draft.rounds import Speculation
+from ninfer.runtime.draft.width import AdaptiveWidth
 from ninfer.runtime.runner import env_of, row_buckets
 from ninfer.runtime.steps import fill_step
+
+ADAPTIVE_DRAFTS = 7  # at most, where the width is chosen by the round
 
 BuildGraph = Callable[[str, Rounds], Graph]  # of a mode
 
@@ -55,6 +58,7 @@ class RoundPlan:
     num_drafts: int  # of the kind
     num_copied: int
     min_match: int
+    adaptive: bool
     rounds: Rounds
     graphs: Mapping[str, Graph]
 
@@ -65,12 +69,15 @@ class RoundPlan:
 
     def line(self) -> str:
         """For the start-up report."""
-        own = f"{self.name}  {self.num_drafts} drafts a round" if self.kind is not None else "ngram"
+        most = "up to " if self.adaptive else ""
+        own = f"{self.name}  {most}{self.num_drafts} drafts a round" if self.kind is not None else "ngram"
         return f"{own}  copies of up to {self.num_copied} tokens" if self.num_copied else own
 
 
 def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> RoundPlan | None:
     """None: no drafts. Raises UsageError where the model lacks what the drafter needs, with what would work."""
+    if config.adaptive_mtp and config.spec != "mtp":
+        raise UsageError(f"--adaptive-mtp chooses how many drafts MTP makes: use it with --spec mtp, not {config.spec}")
     if config.spec == "none":
         return None
     kind = KINDS.get(config.spec)
@@ -84,7 +91,8 @@ def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> Rou
         copied = config.draft_tokens or copied
         if not copied:
             raise UsageError("--spec ngram with --ngram-draft-tokens 0 drafts nothing; use --spec none")
-    num_drafts = 0 if kind is None else config.draft_tokens or kind.num_drafts
+    usual = 0 if kind is None else ADAPTIVE_DRAFTS if config.adaptive_mtp else kind.num_drafts
+    num_drafts = 0 if kind is None else config.draft_tokens or usual
     rows = 1 + max(num_drafts, copied)
     rounds = Rounds(
         hidden_rows=0 if kind is None else max(config.prefill_chunk, config.max_concurrency, rows),
@@ -97,6 +105,7 @@ def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> Rou
         num_drafts=num_drafts,
         num_copied=copied,
         min_match=config.ngram_min_match,
+        adaptive=config.adaptive_mtp,
         rounds=rounds,
         graphs={mode: build(mode, rounds) for mode in modes},
     )
@@ -137,4 +146,5 @@ def speculation_of(plan: RoundPlan, runs: Mapping[str, Run], special: Collection
     """runs: of the plan's graphs; a graph without nodes needs none. special: tokens that no copy reaches over."""
     drafter = None if plan.kind is None else plan.kind.make(runs[plan.kind.mode])
     copier = NgramDrafter(special, plan.min_match, beyond=plan.num_drafts) if plan.num_copied else None
-    return Speculation(runs["verify"], runs.get("fold"), drafter, copier, plan.num_drafts, plan.num_copied)
+    width = AdaptiveWidth(plan.num_drafts) if plan.adaptive else None
+    return Speculation(runs["verify"], runs.get("fold"), drafter, copier, plan.num_drafts, plan.num_copied, width)
