@@ -100,7 +100,7 @@ def measure(
     after = engine.stats().drafts
     found: dict[str, float] = {"rounds": 0, "drafted": 0, "accepted": 0, "per_round": 0.0}
     if before is not None and after is not None:
-        rounds = after.num_rounds + after.num_plain_rounds - before.num_rounds - before.num_plain_rounds
+        rounds = after.num_rounds - before.num_rounds
         accepted = after.num_accepted - before.num_accepted
         found = {
             "rounds": rounds,
