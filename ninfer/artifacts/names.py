@@ -209,7 +209,9 @@ def _one_row_shape(shape: Shape) -> Shape:
 
 
 def out_columns(p: Parameter, config: Config) -> Parameter:
-    """Columns of value heads; left as they are where blocks are longer than a head."""
+    """Columns of value heads; left as they are where blocks are longer than a head, or where they were never moved."""
+    if config.get("gdn_v_grouped"):
+        return p
     width = config["linear_value_head_dim"]
     if len(p.shape) != 2 or p.shape[1] != config["linear_num_value_heads"] * width:
         raise ArtifactError(f"has shape {list(p.shape)}, which does not fit the metadata")
@@ -422,9 +424,60 @@ def _qwen35_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
     tiled = [n for n, t in outs.items() if t is not None and not t.format.can_move_columns(width)]
     sections = {"mrope_interleaved": True, "mrope_section": meta.wholes("rope.dimension_sections", 3)}
     hk, hv = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    return config | {
+    rotation = _rotation(meta, tensors, layers)
+    grouped = hv == hk or rotation.get("gdn_v_grouped")
+    return config | rotation | {
         "rope_parameters": config["rope_parameters"] | sections,
-        "gdn_tiled_out_columns": tuple(tiled) if hv != hk else (),
+        "gdn_tiled_out_columns": () if grouped else tuple(tiled),
+    }  # fmt: skip
+
+
+_PRISM = {
+    "version": 1,
+    "transform": "normalized-sylvester-walsh-hadamard",
+    "axis": "input-last-dimension",
+    "sign_mode": "explicit",
+}
+
+
+def _rotation(meta: Metadata, tensors: Tensors, layers: int) -> dict[str, Any]:
+    """Signs of the rotated matrices (PrismML's `prism.hadamard.*`), as bf16 words by the checkpoint's names."""
+
+    def get(key: str) -> Any:
+        return meta.values.get(f"prism.hadamard.{key}")
+
+    if get("version") is None:
+        return {}
+    for key, only in _PRISM.items():
+        if get(key) != only:
+            raise ArtifactError(f"{meta.path}: prism.hadamard.{key} is {_short(get(key))}; supported is {only!r}")
+    widths, values = get("sign_widths"), get("sign_values")
+    fits = isinstance(widths, list) and all(map(_is_count, widths)) and isinstance(values, list)
+    if not fits or sum(widths) != len(values) or any(v not in (1, -1) for v in values):
+        raise ArtifactError(f"{meta.path}: prism.hadamard.sign_values are not a sign for each of sign_widths")
+    words, at, signs = np.where(np.array(values) > 0, 0x3F80, 0xBF80).astype(np.uint16), 0, dict[int, Any]()
+    for width in widths:
+        signs[width], at = words[at : at + width], at + width
+    names, inverse = get("weight_names") or [], get("inverse_weight_names") or []
+    if inverse not in ([], ["token_embd.weight"]):
+        raise ArtifactError(f"{meta.path}: prism.hadamard.inverse_weight_names is {_short(inverse)}; supported is the "
+                            "embedding alone")  # fmt: skip
+    found = {}
+    for name in [*names, *inverse]:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape[-1] not in signs:
+            raise ArtifactError(f"{meta.path}: prism.hadamard names {name!r}, which has no signs or is not there")
+        match = _BLOCK.match(name)
+        if match is None:
+            target = _GLOBALS[name].target if name in _GLOBALS else name
+        else:
+            prefix = f"model.layers.{match[1]}." if int(match[1]) < layers else "mtp.layers.0."
+            target = prefix + (_QWEN35_BLOCK[match[2]].target if match[2] in _QWEN35_BLOCK else match[2])
+        found[target] = signs[tensor.shape[-1]]
+    return {
+        "hadamard_signs": found,
+        "hadamard_block": get("block_size"),
+        "gdn_v_grouped": get("gdn_v_grouped") is True,
     }
 
 

@@ -21,6 +21,7 @@ from ninfer.ir.ops.sample import sample, score
 from ninfer.ir.types import TensorType
 from ninfer.models.fields import short
 from ninfer.models.rope import RopeSpec
+from ninfer.models.rotation import Rotation
 
 Config: TypeAlias = Mapping[str, Any]
 Info: TypeAlias = Callable[[str], TensorInfo]  # of a stored parameter; raises ArtifactError where there is none
@@ -142,8 +143,9 @@ def identify(config: Config, families: tuple[Family, ...]) -> tuple[Family, Mode
 class Stored:
     """Adds weights to a graph, each compared with what is stored."""
 
-    def __init__(self, g: Graph, info: Info) -> None:
+    def __init__(self, g: Graph, info: Info, rotation: Rotation | None = None) -> None:
         self._g, self._info = g, info
+        self.rotation = Rotation() if rotation is None else rotation
 
     def _check(self, name: str, *shape: int) -> TensorInfo:
         info = self._info(name)
@@ -197,6 +199,18 @@ class Stored:
         found = [(part, self._info(part)) for part in info.parts]
         return tuple(self._g.matrix(part, (i.shape[0], k), i.format) for part, i in found)
 
+    def products(self, x: Value, *weights: Value) -> tuple[Value, ...]:
+        """x times each matrix, whatever basis it is stored in; one launch for those that read the same."""
+        inputs = [self.rotation.turned(self._g, x, w) for w in weights]
+        found: dict[Value, Value] = {}
+        for source in dict.fromkeys(inputs):
+            own = [w for w, i in zip(weights, inputs, strict=True) if i is source]
+            found.update(zip(own, linear(self._g, source, *own), strict=True))
+        return tuple(found[w] for w in weights)
+
+    def add_product(self, x: Value, weight: Value, residual: Value) -> Value:
+        return linear_add(self._g, self.rotation.turned(self._g, x, weight), weight, residual)
+
     def vector(self, name: str, n: int) -> Value:
         """Decoded to float32."""
         self._check(name, n)
@@ -211,11 +225,12 @@ class Stored:
 def mlp(g: Graph, w: Stored, prefix: str, h: Value, residual: Value, *, hidden: int, inner: int) -> Value:
     """residual + down(silu(gate h) * up h)."""
     gate, up = (w.matrix(f"{prefix}{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-    if gate.type.fmt is up.type.fmt:
-        y = linear_swiglu(g, h, gate, up)
+    turned = w.rotation.turned(g, h, gate)
+    if gate.type.fmt is up.type.fmt and turned is w.rotation.turned(g, h, up):
+        y = linear_swiglu(g, turned, gate, up)
     else:
-        y = silu_mul(g, *linear(g, h, gate, up))
-    return linear_add(g, y, w.matrix(f"{prefix}down_proj.weight", hidden, inner), residual)
+        y = silu_mul(g, *w.products(h, gate, up))
+    return w.add_product(y, w.matrix(f"{prefix}down_proj.weight", hidden, inner), residual)
 
 
 def geglu(g: Graph, w: Stored, prefix: str, h: Value, *, hidden: int, inner: int) -> Value:
@@ -240,15 +255,18 @@ def finish(
     domain: int,
     hidden_rows: int = 0,
     cap: float = 0.0,
+    rotation: Rotation | None = None,
 ) -> None:
     """Norm and head on the logit rows, and what `mode` makes of the logits. hidden_rows: of the drafter's ring; cap:
-    logits become cap * tanh(logits / cap), 0: they stay."""
+    logits become cap * tanh(logits / cap), 0: they stay; rotation: of the head's input."""
     if hidden_rows:
         hidden = rms_norm(g, x, norm, eps=eps, offset=offset)
         ring_store(g, hidden, hidden_ring(g, width_of(hidden), hidden_rows))
         hidden = take_rows(g, hidden, g.step["logit_rows"])
     else:
         hidden = rms_norm(g, take_rows(g, x, g.step["logit_rows"]), norm, eps=eps, offset=offset)
+    if rotation:
+        hidden = rotation.turned(g, hidden, head)
     (logits,) = linear(g, hidden, head)
     if cap:
         logits = soft_cap(g, logits, cap)

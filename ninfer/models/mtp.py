@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 def build(spec: Qwen35Spec, info: Info, *, kv: KVFormat, rounds: Rounds, logits: bool) -> Graph:
     """Output `draft`: the likeliest token at each logit row; or, with `logits`, the logits and all hidden values."""
     g = Graph()
-    w = Stored(g, info)
+    w = Stored(g, info, spec.rotation)
     hidden, freqs = spec.hidden_size, spec.freqs(g)
     embedding = w.matrix("model.embed_tokens.weight", spec.vocab_size, hidden)
     ring = hidden_ring(g, hidden, rounds.hidden_rows)
+    rows = spec.rotation.embedded(g, embed(g, g.step["tokens"], embedding))
     with g.layer(spec.num_layers):
-        token = spec.norm(g, w, "mtp.pre_fc_norm_embedding.weight", embed(g, g.step["tokens"], embedding))
+        token = spec.norm(g, w, "mtp.pre_fc_norm_embedding.weight", rows)
         past = spec.norm(g, w, "mtp.pre_fc_norm_hidden.weight", ring_load(g, ring))
         (x,) = linear(g, concat(g, token, past), w.matrix("mtp.fc.weight", hidden, 2 * hidden))
         p = "mtp.layers.0."
@@ -42,7 +43,7 @@ def build(spec: Qwen35Spec, info: Info, *, kv: KVFormat, rounds: Rounds, logits:
         x = spec.norm(g, w, "mtp.norm.weight", x)
         ring_store(g, x, ring, ahead=1)
     head = embedding if spec.tied else w.matrix("lm_head.weight", spec.vocab_size, hidden)
-    (scores,) = linear(g, take_rows(g, x, g.step["logit_rows"]), head)
+    (scores,) = w.products(take_rows(g, x, g.step["logit_rows"]), head)
     if logits:
         g.outputs.update(logits=scores, hidden=x)
     else:

@@ -15,7 +15,6 @@ from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
 from ninfer.ir.ops.elementwise import sigmoid_mul, take_heads
 from ninfer.ir.ops.embed import embed
 from ninfer.ir.ops.journal import concat, conv_peek, delta_peek, ring_load, ring_state, ring_store
-from ninfer.ir.ops.linear import linear, linear_add
 from ninfer.ir.ops.norm import gated_rms_norm, rms_norm
 from ninfer.ir.ops.recurrent import GatedDelta, causal_conv_silu, gated_delta
 from ninfer.ir.types import S, TensorType
@@ -23,6 +22,7 @@ from ninfer.models import mtp
 from ninfer.models.family import Config, Family, Info, ModelSpec, Rounds, Stored, finish, mlp
 from ninfer.models.fields import Fields
 from ninfer.models.rope import parse_rope
+from ninfer.models.rotation import EMBEDDING, Rotation, parse_rotation
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -43,6 +43,7 @@ class Qwen35Spec(ModelSpec):
     norm_offset: float
     mtp_layers: int
     tiled_out: frozenset[str]
+    rotation: Rotation
 
     @property
     def summary(self) -> str:
@@ -78,10 +79,10 @@ class Qwen35Spec(ModelSpec):
     def _target(self, info: Info, kv: KVFormat, mode: str, rounds: Rounds | None) -> Graph:
         journal_rows = rounds.journal_rows if rounds is not None and mode == "verify" else 0
         g = Graph()
-        w = Stored(g, info)
+        w = Stored(g, info, self.rotation)
         freqs = self.freqs(g)
-        embedding = w.matrix("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
-        x = embed(g, g.step["tokens"], embedding)
+        embedding = w.matrix(EMBEDDING, self.vocab_size, self.hidden_size)
+        x = self.rotation.embedded(g, embed(g, g.step["tokens"], embedding))
         for i, kind in enumerate(self.layer_types):
             with g.layer(i):
                 p = f"model.layers.{i}."
@@ -105,6 +106,7 @@ class Qwen35Spec(ModelSpec):
             mode=mode,
             domain=self.domain,
             hidden_rows=0 if rounds is None else rounds.hidden_rows,
+            rotation=self.rotation,
         )
         return g
 
@@ -150,17 +152,17 @@ class Qwen35Spec(ModelSpec):
             for part, start in (("query", 0), ("gate", d))
         )
         key, value = (w.matrix(f"{p}{n}_proj.weight", kv_width, hidden) for n in "kv")
-        q, k, v, z = linear(g, h, query, key, value, gate)
+        q, k, v, z = w.products(h, query, key, value, gate)
         q, k = self.norm(g, w, f"{p}q_norm.weight", q, d), self.norm(g, w, f"{p}k_norm.weight", k, d)
         q, k = (rope(g, y, freqs, head_dim=d, mscale=self.rope.attention_factor) for y in (q, k))
         op = Attention(kv, self.num_heads, self.num_kv_heads, d, d**-0.5)
         y = sigmoid_mul(g, paged_attention(g, q, k, v, cache, op), z)
-        return linear_add(g, y, w.matrix(f"{p}o_proj.weight", hidden, width), residual)
+        return w.add_product(y, w.matrix(f"{p}o_proj.weight", hidden, width), residual)
 
     def _delta(self, g: Graph, w: Stored, p: str, layer: int, h: Value, residual: Value, journal_rows: int) -> Value:
         """journal_rows: of a "verify" step, which keeps the inputs and leaves the states; 0: the states move."""
         inner = self.value_heads * self.value_dim
-        *parts, z, a, b = linear(g, h, *self.delta_inputs(w, p))
+        *parts, z, a, b = w.products(h, *self.delta_inputs(w, p))
         qkv = reduce(lambda left, right: concat(g, left, right), parts)
         if journal_rows:
             for x, ring in zip((qkv, a, b), self._journal(g, layer, journal_rows), strict=True):
@@ -170,7 +172,7 @@ class Qwen35Spec(ModelSpec):
         out = f"{p}out_proj.weight"
         if out in self.tiled_out:
             y = take_heads(g, y, self.tiled_order, head_dim=self.value_dim)
-        return linear_add(g, y, w.matrix(out, self.hidden_size, inner), residual)
+        return w.add_product(y, w.matrix(out, self.hidden_size, inner), residual)
 
     def delta_inputs(self, w: Stored, p: str) -> list[Value]:
         """Weights of qkv (in one piece or several), z, a and b."""
@@ -250,6 +252,7 @@ def parse_common(f: Fields) -> dict[str, Any]:
         norm_offset=0.0 if f.flag("norm_plus_one", False) else 1.0,
         mtp_layers=f.whole("mtp_num_hidden_layers", 0, least=0),
         tiled_out=frozenset(f.get("gdn_tiled_out_columns", ())),
+        rotation=parse_rotation(f),
     )
 
 
@@ -279,4 +282,5 @@ QWEN3_5 = Family(
     ("qwen3_5", "qwen3_5_text"),
     ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     parse,
+    rotates=True,
 )
