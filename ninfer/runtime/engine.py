@@ -33,6 +33,8 @@ from ninfer.errors import (
 )
 from ninfer.runtime.batch import Draw, Drawn, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
+from ninfer.runtime.kv.cache import ContextCache
+from ninfer.runtime.kv.setup import page_source
 from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, TokenMask, TokenOut
 from ninfer.runtime.scheduler import Part, Scheduler, Step, StepKind
 from ninfer.runtime.sequence import Failed, Phase, Sequence, Sink
@@ -85,7 +87,10 @@ class Engine:
             chunk=config.prefill_chunk,
             rounds_per_chunk=config.decode_rounds_per_prefill,
             deterministic=config.deterministic,
+            source=lambda pages: page_source(pages, runner, config),
         )
+        source = self.scheduler.source
+        self._cache = source if isinstance(source, ContextCache) else None
         self._max_pending = config.max_pending_requests
         self._pending_timeout_s = config.pending_timeout_ms / 1000
         self._clock = clock
@@ -189,7 +194,7 @@ class Engine:
             num_waiting=max(0, live - running),
             max_concurrency=len(self.scheduler.slots),
             num_pages=self.scheduler.pages.count,
-            num_free_pages=self.scheduler.pages.num_free,
+            num_free_pages=self.scheduler.pages.num_free + self.scheduler.source.num_idle,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_requests=self._num_requests,
@@ -204,6 +209,7 @@ class Engine:
             slots=tuple(self._slot_stats(i, seq) for i, seq in enumerate(self.scheduler.slots)),
             queue=self._queue_stats(),
             drafts=None if self.speculation is None else self.speculation.stats(),
+            tiers=() if self._cache is None else self._cache.stats(),
         )
 
     def _queue_stats(self) -> tuple[tuple[str, float], ...]:
@@ -243,6 +249,8 @@ class Engine:
             self._thread.join()
         if not stop.done.is_set():  # no thread, or one that had stopped by itself
             self.step()
+        if self._cache is not None:
+            self._cache.close()
         self.runner.close()
 
     def __enter__(self) -> Engine:
@@ -319,6 +327,8 @@ class Engine:
             seq.admitted_s = self._clock()
             try:
                 self.runner.set_pages(seq.slot, 0, seq.pages)
+                if self._cache is not None:
+                    self._cache.resume(seq)
                 if seq.request.sampling.logit_bias:
                     self.runner.set_bias(seq.slot, seq.request.sampling.logit_bias)
                 if self.speculation is not None:
@@ -452,6 +462,8 @@ class Engine:
         else:
             seq.kv_len += len(row.tokens)
             self._num_prompt_tokens += len(row.tokens)
+            if self._cache is not None:
+                self._cache.progress(seq)
         if row.draw is None:
             if seq.kv_len == seq.prompt_len:  # max_tokens is 0: the prompt was all that was asked
                 seq.prefilled_s = now
@@ -487,6 +499,7 @@ class Engine:
             if stop:
                 return {"reason": FinishReason.STOP, "stop_id": one.token}
             tokens.append(TokenOut(one.token, one.logprob, one.top))
+            seq.generated.append(one.token)
             if seq.num_generated >= seq.max_tokens:
                 return {"reason": FinishReason.LENGTH}
         return None
@@ -509,6 +522,8 @@ class Engine:
             timings=seq.timings(self._clock()),
         )
         self._post(seq, delta)
+        if self._cache is not None and reason is not FinishReason.ERROR and seq.slot >= 0:
+            self._cache.finish(seq, state_is_current=self.speculation is None)  # else a round is yet to be folded
         self._free(seq)
 
     def _fail_requests(self, seqs: Iterable[Sequence], error: NinferError) -> None:
@@ -570,7 +585,8 @@ class Engine:
         held = [*self.scheduler.waiting, *(seq for seq in self.scheduler.slots if seq is not None)]
         assert {id(seq) for seq in held} <= live, "a sequence is held that is not live"
         if not live:
-            assert self.scheduler.pages.num_free == self.scheduler.pages.count, "idle, but pages are held"
+            free = self.scheduler.pages.num_free + self.scheduler.source.num_idle
+            assert free == self.scheduler.pages.count, "idle, but pages are held"
 
 
 def _internal(error: Exception) -> NinferError:

@@ -31,6 +31,8 @@ from ninfer.runtime.backend import Backend, Progress, Report, open_backend
 from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
 from ninfer.runtime.draft.stages import Stage, lower_rounds, plan_rounds, speculation_of
+from ninfer.runtime.kv.setup import fingerprint
+from ninfer.runtime.kv.store import StateStore
 from ninfer.runtime.memory_plan import ModelSizes, plan_memory
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.runner import (
@@ -144,7 +146,9 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         runs = {mode: Stage(by_width) for mode, by_width in bound.items()}
         speculation = speculation_of(rounds, runs, model.tokenizer.special_ids)
     return Loaded(
-        runner=CompiledRunner(limits, device, memory, bound["sample"]),
+        runner=CompiledRunner(
+            limits, device, memory, bound["sample"], StateStore(memory, states), _fingerprint(model, config)
+        ),
         tokenizer=model.tokenizer,
         chat_template=_chat_template(model, config),
         model_id=config.model_id or model.artifact.model_id,
@@ -164,6 +168,15 @@ def _ledger(states: Mapping[str, TensorType], weight_bytes: int, limits: Limits,
     kv = sum(n for name, n in sizes.items() if name.startswith("kv."))
     rest = sum(sizes.values()) - kv
     return {"weights_bytes": weight_bytes, "kv_bytes": kv, "state_bytes": rest, "arena_bytes": arena_bytes}
+
+
+def _fingerprint(model: Model, config: EngineConfig) -> str:
+    path = model.artifact.path
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    return fingerprint(
+        {"path": path, "files": stats, "kv": model.kv.name, "weights": config.quantize, "rope": model.spec}
+    )
 
 
 def load_scorer(

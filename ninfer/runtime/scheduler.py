@@ -8,7 +8,7 @@ long prompt delays running streams by a chunk at a time; several prompts share t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from enum import Enum
 
 from attrs import frozen
@@ -16,6 +16,7 @@ from attrs import frozen
 from ninfer.errors import UsageError
 from ninfer.ir.step import PAGE
 from ninfer.runtime.batch import Limits
+from ninfer.runtime.kv.cache import PageSource, PlainPages
 from ninfer.runtime.kv.pages import Pages, num_pages
 from ninfer.runtime.sequence import Phase, Sequence
 
@@ -45,11 +46,19 @@ class Scheduler:
     """Owns the queue, the slots and the pages.   chunk: rows of a prefill step at most.
 
     rounds_per_chunk: decode rounds after a prefill step while both kinds are ready; 0: one per 64 rows of it.
-    deterministic: a prefill step has one sequence, and starts at a multiple of 64.
+    deterministic: a prefill step has one sequence, and starts at a multiple of 64. source: makes what gives sequences
+    their pages.
     """
 
     def __init__(
-        self, limits: Limits, *, num_slots: int, chunk: int, rounds_per_chunk: int = 0, deterministic: bool = False
+        self,
+        limits: Limits,
+        *,
+        num_slots: int,
+        chunk: int,
+        rounds_per_chunk: int = 0,
+        deterministic: bool = False,
+        source: Callable[[Pages], PageSource] = PlainPages,
     ) -> None:
         chunk = min(chunk, limits.max_rows)
         if deterministic:
@@ -59,6 +68,7 @@ class Scheduler:
         self.limits = limits
         self.chunk = chunk
         self.pages = Pages(limits.pages)
+        self.source = source(self.pages)
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * min(num_slots, limits.slots)
         self._rounds_per_chunk = rounds_per_chunk
@@ -82,12 +92,12 @@ class Scheduler:
         """Give the head of the queue a slot and pages, if there are both. It enters PREFILL."""
         if not self.waiting or None not in self.slots:
             return None
-        need = num_pages(self.waiting[0].num_positions)
-        if need > self.pages.num_free:
+        pages = self.source.reserve(self.waiting[0], num_pages(self.waiting[0].num_positions))
+        if pages is None:
             return None
         seq = self.waiting.popleft()
         seq.slot = self.slots.index(None)
-        seq.pages = self.pages.take(need)
+        seq.pages = pages
         seq.phase = Phase.PREFILL
         self.slots[seq.slot] = seq
         return seq
@@ -120,7 +130,7 @@ class Scheduler:
         parts: list[Part] = []
         budget = self.chunk
         for seq in order[: 1 if self._deterministic else self.limits.max_seqs]:
-            count = self._count(seq, budget)
+            count = self._count(seq, budget, self.source.next_stop(seq))
             if not count and not parts:
                 count = budget  # steps of less than a page cannot keep to page ends
             if count:
@@ -133,10 +143,10 @@ class Scheduler:
         return Step(StepKind.PREFILL, tuple(parts))
 
     @staticmethod
-    def _count(seq: Sequence, budget: int) -> int:
-        """The whole rest of the prompt, or up to the last page end within the budget."""
-        if seq.num_remaining <= budget:
-            return seq.num_remaining
+    def _count(seq: Sequence, budget: int, stop: int) -> int:
+        """Up to where the prompt's step has to end, or to the last page end within the budget."""
+        if stop - seq.kv_len <= budget:
+            return stop - seq.kv_len
         return max(0, (seq.kv_len + budget) // PAGE * PAGE - seq.kv_len)
 
     def remove(self, seq: Sequence) -> None:
@@ -145,16 +155,13 @@ class Scheduler:
             self.waiting.remove(seq)
         elif seq.slot >= 0:
             self.slots[seq.slot] = None
-            self.pages.release(reversed(seq.pages))  # tail first: a chain without its tail still matches
             seq.pages, seq.slot = [], -1
+        self.source.release(seq)
         seq.phase = Phase.DONE
-
-    def held(self) -> Iterator[list[int]]:
-        return (seq.pages for seq in self.slots if seq is not None)
 
     def check(self) -> None:
         """Raises AssertionError unless every page and slot is accounted for."""
-        self.pages.check(self.held())
+        self.pages.check(self.source.held())
         for slot, seq in enumerate(self.slots):
             if seq is not None:
                 assert seq.slot == slot and seq.phase in (Phase.PREFILL, Phase.DECODE), f"slot {slot}: {seq}"

@@ -47,6 +47,7 @@ class Sequence:
     kv_len: int = 0
     last: int = -1
     num_generated: int = 0
+    generated: list[int] = field(factory=list)  # tokens of the reply
     num_cached: int = 0
     drafting: bool = False
     drafts: tuple[int, ...] = ()  # for the next round

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ninfer.config import EngineConfig
 from ninfer.ir.step import MASK_ROWS, PAGE
@@ -51,6 +52,7 @@ class FakeRunner:
         self._memory: dict[tuple[int, int], int] = {}  # (page, offset) -> token
         self._table: dict[tuple[int, int], int] = {}  # (slot, index) -> page
         self._cached: dict[int, list[int]] = {}  # by slot: what the page memory should say
+        self.cache_store = FakeStore(self)
         self.bias: dict[int, Mapping[int, float]] = {}
         self.masks: dict[tuple[int, int], Any] = {}
 
@@ -139,6 +141,40 @@ class FakeRunner:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeStore:
+    """The runner's pages and slots for the context cache.   recurrent: a slot's state is its whole history."""
+
+    def __init__(self, runner: FakeRunner, recurrent: bool = False) -> None:
+        self.runner = runner
+        self.page_bytes = 4 * PAGE
+        self.image_bytes = 4 * runner.limits.context_len if recurrent else 0
+
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        tokens = [self.runner._memory.get((page, i), -1) for i in range(PAGE)]
+        return np.array(tokens, np.int32).view(np.uint8)
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        for i, token in enumerate(data.view(np.int32).tolist()):
+            self.runner._memory[page, i] = token
+
+    def copy_page(self, source: int, to: int) -> None:
+        self.write_page(to, self.read_page(source))
+
+    def read_image(self, slot: int) -> NDArray[np.uint8]:
+        image = np.full(self.image_bytes // 4, -1, np.int32)
+        history = self.runner._cached[slot]
+        image[: len(history)] = history
+        return image.view(np.uint8)
+
+    def write_image(self, slot: int, data: NDArray[np.uint8]) -> None:
+        self.runner._cached[slot] = [t for t in data.view(np.int32).tolist() if t >= 0]
+
+    def resume(self, slot: int, tokens: Sequence[int]) -> None:
+        if self.image_bytes:
+            assert self.runner._cached[slot] == list(tokens), "the state is of another history"
+        self.runner._cached[slot] = list(tokens)
 
 
 class Clock:

@@ -255,7 +255,7 @@ def test_a_request_that_waits_too_long_times_out() -> None:
 def test_times_are_told_apart() -> None:
     clock = Clock()
     runner = FakeRunner(fail=lambda rows: setattr(clock, "now", clock.now + 1))
-    e = engine(runner, clock, max_concurrency=1, prefill_chunk=64)
+    e = engine(runner, clock, max_concurrency=1, prefill_chunk=64, no_prefix_reuse=True)
     got = run_out(e, request("a", 128, max_tokens=3), request("b", 64, max_tokens=2))
     a, b = got["a"][-1].timings, got["b"][-1].timings
     assert a and b

@@ -12,7 +12,7 @@ longer: the page that has been idle longest is always the end of its chain, and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -112,8 +112,10 @@ class Chain:
 class PrefixIndex:
     """Chains of pages by content. Used by one thread, the one that uses `pages`."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, evicted: Callable[[Chunk, Key, int], None] = lambda *_: None) -> None:
+        """evicted: told of a page that is about to be freed, with its parent's key."""
         self._pages = pages
+        self._evicted = evicted
         self._entries: dict[Key, _Entry] = {}
         self._roots: dict[Key, _Entry] = {}  # children of nothing
         self._by_page: dict[int, _Entry] = {}
@@ -121,6 +123,9 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
 
     @property
     def num_evictable(self) -> int:
@@ -181,6 +186,13 @@ class PrefixIndex:
                 self._release(chain.pinned[index])
         chain.pages, chain.pinned, chain.last, chain.closed = [], {}, None, True
 
+    def hold(self, page: int) -> None:
+        """Keep a known page, whose chain is held, until `unhold`."""
+        self._hold(page)
+
+    def unhold(self, page: int) -> None:
+        self._release(page)
+
     def _hold(self, page: int) -> None:
         self._pages.hold(page)
         self._idle.pop(page, None)
@@ -196,6 +208,7 @@ class PrefixIndex:
         freed = 0
         while freed < count and self._idle:
             _, entry = self._idle.popitem(last=False)
+            self._evicted(entry.chunk, entry.parent.chunk.key if entry.parent else ROOT, entry.page)
             self._remove(entry)
             freed += 1
         return freed

@@ -1,0 +1,124 @@
+"""How the context cache reads and writes what a model keeps of its sequences: pages, and the states of a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from attrs import define, field
+from numpy.typing import NDArray
+
+from ninfer.ir.step import PROMPT_BIT
+from ninfer.ir.types import Sym, TensorType
+
+HOST_STATES = frozenset({"page_table", "bias", "mask", "counts"})  # the host writes them for each request
+
+Bytes = NDArray[np.uint8]
+
+
+class CacheStore(Protocol):
+    """Used by the engine's thread, between steps.   image_bytes: of a slot; 0: pages are all that a prefix needs."""
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def image_bytes(self) -> int: ...
+
+    def read_page(self, page: int) -> Bytes: ...
+
+    def write_page(self, page: int, data: Bytes) -> None: ...
+
+    def copy_page(self, source: int, to: int) -> None: ...
+
+    def read_image(self, slot: int) -> Bytes:
+        """Recurrent state of a slot, as its last step left it."""
+
+    def write_image(self, slot: int, data: Bytes) -> None: ...
+
+    def resume(self, slot: int, tokens: Sequence[int]) -> None:
+        """The slot goes on after these prompt tokens: penalties know them."""
+
+
+class StateMemory(Protocol):
+    """The part of a device's memory that is needed here."""
+
+    def read_state(self, name: str, index: Any) -> NDArray[Any]: ...
+
+    def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None: ...
+
+
+@define
+class StateStore:
+    """Over the states of a graph: `kv.*` are pages; other states by slot make up an image."""
+
+    memory: StateMemory
+    types: Mapping[str, TensorType]
+    _pages: tuple[str, ...] = field(init=False)
+    _images: tuple[str, ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._pages = tuple(sorted(name for name in self.types if name.startswith("kv.")))
+        self._images = tuple(
+            sorted(
+                name
+                for name, t in self.types.items()
+                if t.shape[0] is Sym.S and name not in HOST_STATES and "journal" not in name
+            )
+        )
+
+    def _row_bytes(self, name: str) -> int:
+        sizes = [int(d) for d in self.types[name].shape[1:] if isinstance(d, int)]
+        return int(np.prod(sizes, dtype=np.int64)) * self.types[name].dtype.nbytes
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(map(self._row_bytes, self._pages))
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(map(self._row_bytes, self._images))
+
+    def read_page(self, page: int) -> Bytes:
+        return self._read(self._pages, page)
+
+    def write_page(self, page: int, data: Bytes) -> None:
+        self._write(self._pages, page, data)
+
+    def copy_page(self, source: int, to: int) -> None:
+        for name in self._pages:
+            self.memory.write_state(name, to, self.memory.read_state(name, source))
+
+    def read_image(self, slot: int) -> Bytes:
+        return self._read(self._images, slot)
+
+    def write_image(self, slot: int, data: Bytes) -> None:
+        self._write(self._images, slot, data)
+
+    def resume(self, slot: int, tokens: Sequence[int]) -> None:
+        if "counts" in self.types:
+            counts = np.zeros(int(self.types["counts"].shape[1]), np.int32)
+            counts[np.unique(np.array(tokens, np.int64))] = PROMPT_BIT
+            self.memory.write_state("counts", slot, counts)
+
+    def _read(self, names: Sequence[str], index: int) -> Bytes:
+        if not names:
+            return np.zeros(0, np.uint8)
+        rows = [np.ascontiguousarray(self.memory.read_state(n, index)).reshape(-1).view(np.uint8) for n in names]
+        return np.concatenate(rows)
+
+    def _write(self, names: Sequence[str], index: int, data: Bytes) -> None:
+        for name, part in self._parts(names, data):
+            t = self.types[name]
+            values = part.view(t.dtype.numpy).reshape([int(d) for d in t.shape[1:] if isinstance(d, int)])
+            self.memory.write_state(name, index, values)
+
+    def _parts(self, names: Sequence[str], data: Bytes) -> Iterator[tuple[str, Bytes]]:
+        at = 0
+        for name in names:
+            size = self._row_bytes(name)
+            yield name, np.ascontiguousarray(data[at : at + size])
+            at += size
+        if at != len(data):
+            raise ValueError(f"{len(data)} bytes are not the {at} of this model's states")
