@@ -106,7 +106,7 @@ def test_cancelling_inside_rounds_frees_everything() -> None:
     e.step()
     e.check()
     assert got[-1].finish is FinishReason.CANCELLED and not drafter.known
-    assert e.scheduler.pages.num_free == e.scheduler.pages.count
+    assert e.stats().num_free_pages == e.scheduler.pages.count
     again = request("b", 5, max_tokens=9)
     assert tokens(drive(e, [again])["b"]) == expected(again)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from ninfer.ir.step import PAGE
 from ninfer.runtime.kv.disk import DiskTier
@@ -102,6 +102,17 @@ class ContextCache:
         if parts is None:
             parts = self._chunks[seq] = list(chunks(seq.request.prompt_ids))
         plan = self._plan(parts)
+        chain = self._take(plan, count)
+        if chain is None and plan.match.tail is not None:  # a page to copy from is one more than there may be
+            plan = evolve(plan, match=self._trimmed(plan.match, parts, len(plan.match.pages)))
+            chain = self._take(plan, count)
+        if chain is None:
+            return None
+        del self._chunks[seq]
+        self._live[seq] = _Live(plan, chain, parts)
+        return chain.pages
+
+    def _take(self, plan: Plan, count: int) -> Chain | None:
         chain = self.index.start(plan.match)
         if plan.match.tail is not None:
             self.index.hold(plan.match.tail)
@@ -113,9 +124,7 @@ class ContextCache:
         if short > 0:
             self.index.evict(short)
         chain.pages.extend(self.pages.take(count - len(chain.pages)))
-        del self._chunks[seq]
-        self._live[seq] = _Live(plan, chain, parts)
-        return chain.pages
+        return chain
 
     def release(self, seq: Seq) -> None:
         """The sequence's pages are its own no longer. A no-op for one that has none."""
@@ -234,7 +243,7 @@ class ContextCache:
             use_tail = not stored and match.tail is not None and not self.options.deterministic
             trimmed = self._trimmed(match, parts, whole)
             if use_tail and whole == len(match.pages):
-                return Plan(match, (), None, match.num_tokens, known)
+                return Plan(match, num_tokens=match.num_tokens, num_known=known)
             return Plan(trimmed, tuple(stored), None, known, known)
         image = self._best_image(parts, known // PAGE, limit)
         if image is None:
