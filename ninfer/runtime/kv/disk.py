@@ -121,6 +121,7 @@ class DiskTier:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._scan()
+            self._trim()
         except OSError as error:
             raise UsageError(f"--disk-kv-path: cannot use {folder}: {error.strerror}; choose another folder") from None
         self._queue: Queue[tuple[Name, int, _Meta, Bytes | None, Bytes | None] | None] = Queue(QUEUE)
@@ -280,6 +281,9 @@ class DiskTier:
             temporary.unlink(missing_ok=True)
             raise
         self._remember(name, _File(path, meta, len(raw)))
+        self._trim()
+
+    def _trim(self) -> None:
         while self.used_bytes > self.capacity_bytes:
             with self._lock:
                 oldest = next(iter(self._files))
