@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from ninfer.text.chat import THINK_TAGS, ThinkTags
 from ninfer.text.grammar import Ebnf, JsonSchema, Regex
 
 
@@ -73,4 +74,5 @@ class Prompt:
 
     ids: tuple[int, ...]
     text: str = ""  # of plain prompts
-    thinking: bool | None = None  # whether the reply begins inside <think>; None: it knows no <think>
+    thinking: bool | None = None  # whether the reply begins inside the tags; None: it knows no reasoning
+    tags: ThinkTags = THINK_TAGS

@@ -11,7 +11,6 @@ from ninfer.api.serving import Serving
 from ninfer.errors import BadRequest, ContextTooLong
 from ninfer.runtime.request import TokenMask
 from ninfer.text.budget import ThinkingBudget
-from ninfer.text.chat import END_THINK, THINK
 from ninfer.text.grammar import Calls, Format, JsonSchema
 from ninfer.text.prompt import encode, encode_chat
 from ninfer.text.tokenizer import Tokenizer
@@ -32,7 +31,7 @@ def _formats(serving: Serving, ask: Ask, prompts: Sequence[Prompt]) -> list[Toke
     format = whole_format(serving, ask)
     if format is None:
         return [None] * (len(prompts) * ask.n)
-    close_id = serving.tokenizer.token_to_id(END_THINK)
+    close_id = serving.tokenizer.token_to_id(prompts[0].tags.close)
     if close_id is None and any(prompt.thinking for prompt in prompts):
         raise BadRequest("the end of the model's thinking is no single token, so nothing can be enforced after it")
     afters = [close_id if prompt.thinking else None for prompt in prompts for _ in range(ask.n)]
@@ -45,7 +44,7 @@ def _budget(serving: Serving, ask: Ask, prompt: Prompt) -> Callable[[TokenMask |
     if budget is None or prompt.thinking is None:
         return None
     tokenizer = serving.tokenizer
-    close_id = tokenizer.token_to_id(END_THINK)
+    close_id = tokenizer.token_to_id(prompt.tags.close)
     if close_id is None:
         if ask.thinking_budget is None:
             return None
@@ -59,7 +58,7 @@ def _budget(serving: Serving, ask: Ask, prompt: Prompt) -> Callable[[TokenMask |
         budget,
         (*message, close_id),
         open=prompt.thinking is True,
-        open_id=tokenizer.token_to_id(THINK),
+        open_id=tokenizer.token_to_id(prompt.tags.open),
         inner=mask,
     )
 
@@ -105,6 +104,8 @@ def template_options(serving: Serving, chat: Chat, *, structured: bool = False) 
     quiet = serving.defaults.no_thinking or (structured and "reasoning_effort" not in chat.options)
     options = ({"enable_thinking": False} if quiet else {}) | dict(chat.options)
     if isinstance(effort := options.get("reasoning_effort"), str):
+        if serving.template().thinks_when_asked:
+            options.setdefault("enable_thinking", True)
         options["reasoning_effort"] = serving.template().nearest_effort(effort)
     return options
 
@@ -124,7 +125,7 @@ def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
         if thinking:
             raise BadRequest("a reply that thinks first cannot be begun for it; turn thinking off", path="messages")
         ids += encode(serving.tokenizer, chat.prefill, parse_special=False)
-    return Prompt(ids=tuple(ids), thinking=thinking)
+    return Prompt(ids=tuple(ids), thinking=thinking, tags=template.tags)
 
 
 def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

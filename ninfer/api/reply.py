@@ -10,7 +10,6 @@ import attrs
 from ninfer.api.ask import Prompt, Tools
 from ninfer.api.told import Finish, Part, TokenText
 from ninfer.runtime.request import Delta, FinishReason, Timings, TokenOut
-from ninfer.text.chat import END_THINK, THINK
 from ninfer.text.parts import CallBegin, Text, joined
 from ninfer.text.parts import Part as Told
 from ninfer.text.reasoning import ReasoningSplit
@@ -39,9 +38,11 @@ class Reply:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, stop)
-        self._close_id = tokenizer.token_to_id(END_THINK)
-        by_token = self._close_id is not None and tokenizer.token_to_id(THINK) is not None
-        self._split = None if prompt.thinking is None else ReasoningSplit(open=prompt.thinking, by_token=by_token)
+        self._close_id = tokenizer.token_to_id(prompt.tags.close)
+        by_token = self._close_id is not None and tokenizer.token_to_id(prompt.tags.open) is not None
+        self._split = None
+        if prompt.thinking is not None:
+            self._split = ReasoningSplit(open=prompt.thinking, by_token=by_token, tags=prompt.tags)
         self._tools = ToolParser(tools.schemas, parallel=tools.parallel) if tools.schemas else None
         self._called = False
         self._clock = clock

@@ -45,7 +45,7 @@ from ninfer.runtime.runner import (
     state_types,
 )
 from ninfer.runtime.steps import fill_step
-from ninfer.text.chat import ChatTemplate
+from ninfer.text.chat import TURN_ENDS, ChatTemplate
 from ninfer.text.tokenizer import Tokenizer
 
 
@@ -260,10 +260,12 @@ def _limits(
 
 
 def _eos_ids(model: Model) -> frozenset[int]:
-    """Of the generation config where it names any, else of the config."""
+    """Of the generation config where it names any, else of the config; and what ends a turn in the chat template."""
     wanted = model.artifact.generation_config.get("eos_token_id", model.artifact.config.get("eos_token_id"))
     ids = wanted if isinstance(wanted, Sequence) else [wanted]
-    return frozenset(int(i) for i in ids if isinstance(i, int))
+    template, tokenizer = model.artifact.chat_template or "", model.tokenizer
+    turns = [tokenizer.token_to_id(t) for t in TURN_ENDS if t in template] if tokenizer is not None else []
+    return frozenset(int(i) for i in (*ids, *turns) if isinstance(i, int))
 
 
 def _chat_template(model: Model, config: EngineConfig) -> ChatTemplate | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
-from attrs import define, field
+from attrs import define, field, frozen
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -19,6 +19,28 @@ from ninfer.errors import ArtifactError, BadRequest
 THINK, END_THINK = "<think>", "</think>"
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 PROBE = ({"role": "user", "content": "hi"},)
+
+
+@frozen
+class ThinkTags:
+    """open, close: the tokens around reasoning; name: what stands right behind the opening one."""
+
+    open: str
+    close: str
+    name: str = ""
+
+    @property
+    def begin(self) -> str:
+        return self.open + self.name
+
+
+THINK_TAGS = ThinkTags(THINK, END_THINK)
+CHANNEL = ThinkTags("<|channel>", "<channel|>", "thought")  # Gemma 4
+
+
+# What ends a model's turn beside the end tokens of its config, where its template has it: Gemma's end of a turn, and
+# the place where the result of a tool comes.
+TURN_ENDS = ("<turn|>", "<|tool_response>", "<end_of_turn>")
 
 
 class CallStyle(Enum):
@@ -78,7 +100,7 @@ class ChatTemplate:
             raise BadRequest(f"the model's chat template fails on the messages: {error}", path="messages") from None
 
     def opens_thinking(self, **options: Any) -> bool:
-        """Whether a prompt rendered with these options ends inside <think>, so that the reply begins with reasoning.
+        """Whether a prompt rendered with these options ends inside the tags, so that the reply begins with reasoning.
 
         Found by rendering a message of our own: what clients write must not decide.
         """
@@ -90,13 +112,28 @@ class ChatTemplate:
             except BadRequest:
                 return False  # the request's own rendering will say why
             opener = asked.removeprefix(plain)
-            self._opens_thinking[key] = opener.rfind(THINK) > opener.rfind(END_THINK)
+            self._opens_thinking[key] = opener.rfind(self.tags.begin) > opener.rfind(self.tags.close)
         return self._opens_thinking[key]
 
     @cached_property
+    def tags(self) -> ThinkTags:
+        """How replies mark their reasoning."""
+        return CHANNEL if CHANNEL.begin in self.source else THINK_TAGS
+
+    @property
     def knows_thinking(self) -> bool:
-        """Whether replies may hold a <think> block."""
-        return THINK in self.source
+        """Whether replies may hold reasoning."""
+        return self.tags.begin in self.source
+
+    @cached_property
+    def thinks_when_asked(self) -> bool:
+        """Whether the model reasons only where the prompt says so (`enable_thinking`), and not otherwise."""
+        return self.tags is CHANNEL
+
+    @cached_property
+    def folds_results(self) -> bool:
+        """Whether results of tools stand in the message that called them, as its `tool_responses`."""
+        return "tool_responses" in self.source
 
     @cached_property
     def takes_tools(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,6 +58,8 @@ def render(
 ) -> str:
     """As the template does; one that refuses several system turns at the start gets them as one."""
     options["add_generation_prompt"] = add_generation_prompt
+    if template.folds_results:
+        messages = _folded(messages)
     try:
         return template.render(messages, tools=tools, **options)
     except BadRequest:
@@ -72,6 +75,31 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special: bool = False, parse_
         return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
     except (UnicodeEncodeError, TypeError):
         raise BadRequest("the text has half of a surrogate pair in it", code="invalid_prompt") from None
+
+
+def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Results of tools in the message that called them: `tool_responses`, each with a name and a response."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        calls = found[-1].get("tool_calls") if found else None
+        if message.get("role") != "tool" or not calls:
+            found.append(dict(message))
+            continue
+        responses = found[-1].setdefault("tool_responses", [])
+        names = {call.get("id"): call["function"]["name"] for call in calls}
+        in_order = calls[min(len(responses), len(calls) - 1)]["function"]["name"]
+        name = names.get(message.get("tool_call_id"), message.get("name") or in_order)
+        responses.append({"name": name, "response": _response(message.get("content"))})
+    return list(found)
+
+
+def _response(content: Any) -> Any:
+    """An object where the tool gave one, as JSON."""
+    try:
+        value = json.loads(content) if isinstance(content, str) else content
+    except ValueError:
+        return content
+    return value if isinstance(value, dict) else content
 
 
 def _one_system_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ninfer.text.chat import END_THINK, THINK
+from ninfer.text.chat import THINK_TAGS, ThinkTags
 from ninfer.text.parts import Part, Reasoning, Text
 from ninfer.text.stream import overlap
 
@@ -10,14 +10,15 @@ from ninfer.text.stream import overlap
 class ReasoningSplit:
     """Takes text, gives reasoning and text. The line breaks around the tags belong to neither.
 
-    open: the reply begins inside <think>; otherwise it may open the block itself, at its very start.
-    by_token: the tags are single tokens and `close` tells of the end, so a spelled-out </think> is only a quotation.
+    open: the reply begins inside the tags; otherwise it may open the block itself, at its very start.
+    by_token: the tags are single tokens and `close` tells of the end, so the end tag spelled out is only a quotation.
     """
 
-    def __init__(self, *, open: bool, by_token: bool) -> None:
+    def __init__(self, *, open: bool, by_token: bool, tags: ThinkTags = THINK_TAGS) -> None:
         self.open = open
+        self._begin, self._end = tags.begin, tags.close
         self._by_token = by_token
-        self._start = not open  # nothing but blanks so far, so <think> may still come
+        self._start = not open  # nothing but blanks so far, so the tag may still come
         self._strip = open  # line breaks that begin a channel are dropped
         self._held = ""
 
@@ -26,12 +27,12 @@ class ReasoningSplit:
         if self._start:
             self._held += text
             seen = self._held.lstrip()
-            if THINK.startswith(seen):
-                if seen != THINK:
+            if self._begin.startswith(seen):
+                if seen != self._begin:
                     return parts
                 self._start, self._held, text = False, "", ""
-            elif seen.startswith(THINK):
-                text = seen[len(THINK) :]
+            elif seen.startswith(self._begin):
+                text = seen[len(self._begin) :]
                 self._start, self._held = False, ""
             else:
                 text, self._held, self._start = self._held, "", False
@@ -59,15 +60,15 @@ class ReasoningSplit:
     def _reason(self, text: str, parts: list[Part]) -> None:
         text = self._stripped(self._held + text)
         self._held = ""
-        at = -1 if self._by_token else text.find(END_THINK)
+        at = -1 if self._by_token else text.find(self._end)
         if at >= 0:
             if before := text[:at].rstrip("\n"):
                 parts.append(Reasoning(before))
             self.close()
-            if after := self._stripped(text[at + len(END_THINK) :]):
+            if after := self._stripped(text[at + len(self._end) :]):
                 parts.append(Text(after))
             return
-        keep = 0 if self._by_token else overlap(text, END_THINK)
+        keep = 0 if self._by_token else overlap(text, self._end)
         body = text[: len(text) - keep].rstrip("\n")
         self._held = text[len(body) :]
         if body:

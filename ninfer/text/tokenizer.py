@@ -19,6 +19,9 @@ CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 # What gives a reply its structure. Some vocabularies call these control tokens; they are shown all the same, since
 # whoever reads the reply needs them.
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
+# The same in Gemma 4, whose templates alone may write them.
+CHANNELS = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+SHOWN = MARKUP | frozenset(CHANNELS)
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -124,7 +127,7 @@ class Tokenizer:
             Backend.from_str(json.dumps(spec)),
             bos_id=backend.token_to_id(bos_text) if bos_text else None,
             add_bos=bool(config.get("add_bos_token", False)),
-            special=frozenset(i for i, t in added.items() if t.special and t.content not in MARKUP),
+            special=frozenset(i for i, t in added.items() if t.special and t.content not in SHOWN),
             added=frozenset(added),
             sentencepiece=bool((spec.get("model") or {}).get("byte_fallback")),
         )
@@ -158,7 +161,7 @@ class Tokenizer:
             backends[1],
             bos_id=get("bos_token_id"),
             add_bos=bool(get("add_bos_token", kind != "gpt2")),
-            special=frozenset(i for i, k in enumerate(types) if k == CONTROL and tokens[i] not in MARKUP),
+            special=frozenset(i for i, k in enumerate(types) if k == CONTROL and tokens[i] not in SHOWN),
             added=frozenset(i for i, k in enumerate(types) if k in (CONTROL, USER_DEFINED)),
             sentencepiece=kind != "gpt2",
         )
@@ -190,8 +193,9 @@ class Tokenizer:
         return self._special
 
     def special_texts(self) -> tuple[str, ...]:
-        """The spellings of the control tokens."""
-        return tuple(t for i in sorted(self._special) if (t := self.token_text(i)))
+        """The spellings of the control tokens, and of those that are shown but may come from a template alone."""
+        hidden = tuple(t for i in sorted(self._special) if (t := self.token_text(i)))
+        return hidden + tuple(t for t in CHANNELS if self.token_to_id(t) in self._added)
 
     def token_to_id(self, token: str) -> int | None:
         found: int | None = self.backend.token_to_id(token)
