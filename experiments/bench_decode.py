@@ -56,9 +56,9 @@ def open_model(name: str, format: str | None) -> Artifact:
 
 def weights_of(graph: Graph, artifact: Artifact) -> dict[str, Weight]:
     """Matrices of a synthetic model are markers, which the device fills."""
-    return (
-        synthetic_weights(graph, artifact) if isinstance(artifact, SyntheticArtifact) else bind_weights(graph, artifact)
-    )
+    if isinstance(artifact, SyntheticArtifact):
+        return synthetic_weights(graph, artifact)
+    return dict(bind_weights(graph, artifact))
 
 
 def bytes_per_step(

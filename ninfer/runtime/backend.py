@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts import Artifact
@@ -51,6 +51,7 @@ class Backend:
     device: Device
     registry: RouteRegistry
     free_bytes: int | None
+    deterministic: bool = False
 
     @property
     def info(self) -> DeviceInfo:
@@ -62,8 +63,11 @@ class Backend:
         return self.info.kind != "cpu"
 
     def graph(self, graph: Graph, env: Env) -> Graph:
-        """The graph as this device runs it at a width: fused on GPUs where few rows leave launches to count."""
-        if not self.is_gpu or env.rows > FUSED_WIDTH:
+        """The graph as this device runs it at a width: fused on GPUs where few rows leave launches to count.
+
+        Fused kernels round activations; under --deterministic every width runs the same unfused routes.
+        """
+        if not self.is_gpu or self.deterministic or env.rows > FUSED_WIDTH:
             return graph
 
         def accepts(op: Op, types: Types) -> bool:
@@ -119,10 +123,12 @@ def open_backend(config: EngineConfig, report: Report, progress: Progress) -> Ba
     if kind == "auto":
         kind = "cuda" if _has_gpu() else "cpu"
     if kind == "cuda":
-        return _cuda(int(index or 0), report, progress)
-    if kind == "cuda-sim":
-        return _simulated(report, progress)
-    return _cpu(config, report, progress)
+        backend = _cuda(int(index or 0), report, progress)
+    elif kind == "cuda-sim":
+        backend = _simulated(report, progress)
+    else:
+        backend = _cpu(config, report, progress)
+    return evolve(backend, deterministic=config.deterministic)
 
 
 def _has_gpu() -> bool:

@@ -77,7 +77,8 @@ def server() -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "ninfer.cli.serve", str(TINY_GGUF), "--device", "cuda", "--port", str(port)]
+    command = [sys.executable, "-m", "ninfer.cli.serve", str(TINY_GGUF), "--device", "cuda", "--deterministic"]
+    command += ["--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
