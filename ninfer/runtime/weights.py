@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from math import prod
 
@@ -29,6 +30,8 @@ def bind_weights(
 
     Raises ArtifactError naming the tensor, with what was found and what was expected.
     """
+    if not bound:
+        refuse_unread(graph, artifact)
     binder = _Binder(artifact)
     weights: dict[str, Array] = {}
     wanted = {value: spec for value, spec in graph.weights.items() if value.name not in bound}
@@ -36,6 +39,24 @@ def bind_weights(
         weights[value.name] = binder.bind(value, spec)
         progress(i + 1, len(wanted))
     return weights
+
+
+# Experts are offered under several names; those of the MTP block and of other towers are for other graphs.
+_LAYER = re.compile(r"^model\.layers\.\d+\.(?!.*\bexperts\.).*\.(weight|bias)$")
+
+
+def refuse_unread(graph: Graph, artifact: Artifact) -> None:
+    """Raises ArtifactError for weights of layers that the graph leaves out: its results would not be the model's."""
+    read = {piece.param.partition("/")[0] for spec in graph.weights.values() for piece in spec.pieces}
+    if "model.norm.weight" not in read:
+        return  # of a drafter, or of states alone
+    unread = [name for name in artifact.names() if name not in read and _LAYER.match(name)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise ArtifactError(
+            f"{artifact.path}: tensor {unread[0]!r}{more} is not part of the model that the config describes: weights "
+            "and config are of different models, or of a variant that is not supported"
+        )
 
 
 @define

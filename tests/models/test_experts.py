@@ -16,6 +16,7 @@ from drawn import STATE_STEP, checkpoint, kept
 from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 
 from ninfer.artifacts import open_artifact
+from ninfer.cli.convert import main as convert
 from ninfer.config import EngineConfig
 from ninfer.formats.quant import by_name
 from ninfer.ir.ops.experts import PickExperts
@@ -25,7 +26,7 @@ from ninfer.runtime import load as loading
 # float32 sums in another order. Gemma's own reference is 9e-5 from a computation in float64.
 ATOL = {"qwen3_5_moe": 1e-4, "qwen3_next": 1e-4, "gemma4_moe": 3e-4, "gemma4_moe_hd512": 3e-4}
 NAMES = tuple(ATOL)
-FILES = (*NAMES, *(f"{name}.gguf" for name in NAMES))
+FILES = (*NAMES, *(f"{name}.gguf" for name in NAMES), *(f"{name}.ninfer" for name in NAMES))
 
 
 @pytest.fixture(scope="session")
@@ -35,13 +36,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     for name in NAMES:
         found[name] = checkpoint(DATA / name, folder / name)
         found[f"{name}.gguf"] = folder / f"{name}.gguf"
+        converted = found[f"{name}.ninfer"] = folder / f"{name}.ninfer"
+        arguments = ["--model", str(found[name]), "--recipe", "bf16", "--name", name, "--out", str(converted)]
+        assert convert(arguments) == 0
         write = write_gemma4_gguf if name.startswith("gemma4") else write_gguf
         write(open_artifact(found[name]), found[f"{name}.gguf"], matrices_in(by_name("bf16")))
     return found
 
 
 def reference(name: str) -> tuple[Mapping[str, Any], float]:
-    name = name.removesuffix(".gguf")
+    name = name.removesuffix(".gguf").removesuffix(".ninfer")
     return oracle(name), ATOL[name]
 
 
@@ -94,6 +98,34 @@ def states(r: Any, want: Mapping[str, Any], when: str) -> None:
         else:
             got = r.states[f"delta.{i}"][0].swapaxes(-1, -2).reshape(-1)[::STATE_STEP]
             np.testing.assert_allclose(got, want[key], rtol=0, atol=1e-5, err_msg=key)
+
+
+def test_weights_of_gemmas_router_are_those_of_its_description(models: Mapping[str, Path]) -> None:
+    """A factor common to a row's weights vanishes in the norm that follows, so logits say nothing of it."""
+    folder, seen = models["gemma4_moe"], list[Any]()
+    r = runner(folder)
+    hidden: list[Any] = []
+
+    def keep(node: Any, results: tuple[Any, ...]) -> None:
+        if node.op.key == "add" and node.layer == 0 and len(node.args) == 2:
+            hidden.append(results[0])  # the residual after attention comes first
+        if isinstance(node.op, PickExperts) and node.layer == 0:
+            seen.extend(results)
+
+    r.watch = keep
+    r.outputs([part(oracle("gemma4_moe")["input_ids"])])
+    w = {
+        n: open_artifact(folder).get(f"model.layers.0.router.{n}").f32()
+        for n in ("proj.weight", "scale", "per_expert_scale")
+    }
+    x = hidden[0].astype(float)
+    read = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w["scale"] * 64**-0.5
+    scores = np.exp(read @ w["proj.weight"].T)
+    p = scores / scores.sum(-1, keepdims=True)
+    ids, weights = seen
+    picked = np.take_along_axis(p, ids, axis=1)
+    want = picked / picked.sum(-1, keepdims=True) * w["per_expert_scale"][ids]
+    np.testing.assert_allclose(weights, want, rtol=2e-5)
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [50, 51, 149]], ids=str)

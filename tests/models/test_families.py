@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import DATA
+from safetensors.numpy import save_file
 
 from ninfer.artifacts import TensorInfo, open_artifact
 from ninfer.errors import ArtifactError, UsageError
@@ -17,6 +21,7 @@ from ninfer.models import FAMILIES, identify
 from ninfer.models.llama import LLAMA
 from ninfer.models.qwen3_5 import QWEN3_5
 from ninfer.runtime.runner import state_types
+from ninfer.runtime.weights import bind_weights
 
 KV = kv_by_name("bf16")
 
@@ -162,3 +167,17 @@ def test_gate_and_up_may_have_two_formats() -> None:
 def test_every_family_has_its_own_names() -> None:
     names = [n for f in FAMILIES for n in (f.name, *f.architectures)]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("extra", ["self_attn.q_proj.bias", "self_attn.q_norm.weight"])
+def test_a_tensor_that_the_config_says_nothing_of_is_named(extra: str, tmp_path: Path) -> None:
+    shutil.copy(DATA / "llama" / "config.json", tmp_path)
+    stored = open_artifact(DATA / "llama")
+    tensors = {name: stored.get(name).f32() for name in stored.names()}
+    tensors[f"model.layers.1.{extra}"] = np.ones(72, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    artifact = open_artifact(tmp_path)
+    family, spec = identify(artifact.config)
+    graph = family.build(spec, artifact.info, kv=KV, mode="logits")
+    with pytest.raises(ArtifactError, match=rf"'model\.layers\.1\.{extra}' is not part of the model that the config"):
+        bind_weights(graph, artifact)
