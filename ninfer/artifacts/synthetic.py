@@ -135,6 +135,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3.5-27b": _qwen3_5(5120, 64, 17408, 24, 4, 48),
     "qwen3.5-9b": _qwen3_5(4096, 32, 12288, 16, 4, 32),
     "bonsai2-27b": _qwen3_5(5120, 64, 17408, 24, 4, 48),
+    "bonsai-tiny": _qwen3_5(512, 4, 1024, 4, 2, 8, vocab=4096, key_heads=4),
     "qwen3.5-tiny": _qwen3_5(512, 4, 1024, 4, 2, 8, vocab=4096, key_heads=4),
     "qwen3.5-35b-a3b": _moe(_qwen3_5(2048, 40, 512, 16, 2, 32), 256, 8, 512),
     "gemma4-26b-a4b": _gemma4(2816, 30, 2112, 16, (8, 2), (256, 512), (128, 8, 704)),
@@ -143,7 +144,8 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama-8b": _llama(4096, 32, 14336, 32, 8, 128256, tied=False),
     "llama-tiny": _llama(256, 2, 512, 4, 2, 4096, tied=True),
 }
-DEFAULT_FORMAT = {"bonsai2-27b": "t2_g128", "gemma4-26b-a4b": "q4_0"}
+ROTATED = {"bonsai2-27b": 1024, "bonsai-tiny": 128}  # matrices in a rotated basis, embedding and head like the others
+DEFAULT_FORMAT = {"bonsai2-27b": "t2_g128", "bonsai-tiny": "t2_g128", "gemma4-26b-a4b": "q4_0"}
 EMBEDDING = {"gemma4_text": "q6_k"}
 _FIRST = ("q_proj", "k_proj", "in_proj_qkv", "gate_proj", "up_proj", "gate_up_proj")
 _SMALL = ("in_proj_a", "in_proj_b", "gate", "shared_expert_gate", "proj")  # gates, and routers by both their names
@@ -230,6 +232,20 @@ def _gemma4_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def rotation_of(config: Mapping[str, Any], block: int) -> dict[str, Any]:
+    """Signs along the rows of every matrix but the small ones of the delta rule, equal for equal widths."""
+    names = {
+        name: shape[1]
+        for name, shape in shapes_of(config).items()
+        if len(shape) == 2 and name.removesuffix(".weight").split(".")[-1] not in _SMALL
+    }
+    words = {
+        k: np.where(np.random.default_rng(k).random(k) < 0.5, 0xBF80, 0x3F80).astype(np.uint16)
+        for k in set(names.values())
+    }
+    return {"hadamard_signs": {name: words[k] for name, k in names.items()}, "hadamard_block": block}
+
+
 class SyntheticArtifact(Artifact):
     """Rows of `get` repeat every TILE rows, so that a large matrix is made fast."""
 
@@ -242,7 +258,9 @@ class SyntheticArtifact(Artifact):
         if name not in CONFIGS:
             raise UsageError(f"no synthetic model {name!r}; there are {', '.join(CONFIGS)}")
         self.path, self.display_name = Path(PREFIX + name), name
-        self.config = CONFIGS[name]
+        self.config: Mapping[str, Any] = CONFIGS[name]
+        if name in ROTATED:
+            self.config = {**self.config, **rotation_of(self.config, ROTATED[name])}
         self.generation_config = {"eos_token_id": self.config["vocab_size"] - 1}
         self.tokenizer_source = byte_tokenizer(self.config["vocab_size"])
         self._seed = seed
@@ -266,7 +284,7 @@ class SyntheticArtifact(Artifact):
         if part in _SMALL:
             return BF16_FORMAT
         wide = first if first.is_plain else by_name("q8_g32")
-        if part in ("embed_tokens", "lm_head"):
+        if part in ("embed_tokens", "lm_head") and self.display_name not in ROTATED:
             special = EMBEDDING.get(self.config["model_type"])
             return wide if special is None or first.is_plain else by_name(special)
         if self.config["model_type"] == "qwen3_5_moe_text" and ".experts." not in name:

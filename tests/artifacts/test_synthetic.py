@@ -29,7 +29,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     assert sum(prod(artifact.info(n).shape) for n in artifact.names()) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-moe-tiny", "gemma4-tiny"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe-tiny", "gemma4-tiny", "bonsai-tiny"])
 def test_values_stay_in_range(name: str) -> None:
     logits = runner(SyntheticArtifact(name)).outputs([part(range(20))])["logits"]
     assert np.isfinite(logits).all() and 0.5 < logits.std() < 2
