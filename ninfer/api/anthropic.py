@@ -107,6 +107,7 @@ class MessageStream(Teller):
     view: View
     dialect: Dialect = Dialect.ANTHROPIC
     ping: bytes = PING + pack([Event({"type": "ping"}, name="ping")])  # some clients do not count comments as life
+    late: bool = True
     tally: Tally = field(init=False, factory=lambda: Tally(1))
     _index: int = field(init=False, default=-1)
     _open: str | None = field(init=False, default=None)  # the type of the block under way
@@ -114,7 +115,13 @@ class MessageStream(Teller):
     _finish: Finish | None = field(init=False, default=None)
 
     def open(self, prompts: Sequence[Prompt]) -> Iterable[Event]:
-        usage = {"input_tokens": len(prompts[0].ids), "output_tokens": 0}
+        cached = prompts[0].num_cached
+        usage = {
+            "input_tokens": len(prompts[0].ids) - cached,
+            "cache_creation_input_tokens": None,
+            "cache_read_input_tokens": cached,
+            "output_tokens": 0,
+        }
         yield _event("message_start", message=self._message([], usage))
 
     def feed(self, part: Part) -> Iterable[Event]:

@@ -74,5 +74,6 @@ class Prompt:
 
     ids: tuple[int, ...]
     text: str = ""  # of plain prompts
+    num_cached: int = 0  # tokens that the engine had from earlier, once it has said so
     thinking: bool | None = None  # whether the reply begins inside the tags; None: it knows no reasoning
     tags: ThinkTags = THINK_TAGS

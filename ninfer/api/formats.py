@@ -23,10 +23,10 @@ def response_format(value: Value, *, flat: bool = False) -> JsonSchema | None:
 
 
 def grammar(body: Value) -> JsonSchema | Regex | Ebnf | None:
-    """llama.cpp's json_schema and grammar, and a regex."""
+    """llama.cpp's json_schema, whose objects are closed as there, and grammar; and a regex."""
     found: list[JsonSchema | Regex | Ebnf] = []
     if body["json_schema"].given:
-        found.append(JsonSchema(schema=body["json_schema"].raw, strict=False, path=body["json_schema"].path))
+        found.append(JsonSchema(schema=body["json_schema"].raw, path=body["json_schema"].path))
     if body["grammar"].given and (rules := text(body["grammar"])):
         found.append(Ebnf(text=rules, path=body["grammar"].path))
     if body["regex"].given:

@@ -84,6 +84,11 @@ class Run:
         self._arrived.set()
 
     @property
+    def begun(self) -> bool:
+        """Whether anything has come."""
+        return bool(self._inbox)
+
+    @property
     def done(self) -> bool:
         return all(reply.done for reply in self._replies)
 
@@ -104,11 +109,18 @@ class Run:
                 continue
             _raise_failure(delta)
             assert isinstance(delta, Delta)
+            if delta.num_cached_tokens:
+                self._cached(index // self._ask.n, delta.num_cached_tokens)
             found.append(reply.feed(delta))
             self._entry.fed(found[-1])
             if reply.done:
                 self._tasks[index].cancel()  # a no-op unless a stop string ended it
         return found
+
+    def _cached(self, at: int, count: int) -> None:
+        prompts = list(self.prompts)
+        prompts[at] = attrs.evolve(prompts[at], num_cached=count)
+        self.prompts = tuple(prompts)
 
     async def _wait(self, timeout_s: float | None) -> None:
         """Until something has come, or the time is over. Raises RequestTimeout when that of the request is."""
@@ -146,11 +158,20 @@ async def frames(serving: Serving, ask: Ask, teller: Teller, id: str, entry: Ent
     try:
         await run.start()
         await run.settle(HEAD_START_S)
-        yield pack(teller.open(run.prompts))
+        opened = not teller.late
+        if opened:
+            yield pack(teller.open(run.prompts))
+        elif not run.begun:
+            yield teller.ping  # the response's head goes out
         try:
             while not run.done:
                 parts = await run.parts(serving.ping_s)
-                yield pack(e for part in parts for e in teller.feed(part)) if parts else teller.ping
+                if not parts:
+                    yield teller.ping
+                    continue
+                head = b"" if opened else pack(teller.open(run.prompts))
+                opened = True
+                yield head + pack(e for part in parts for e in teller.feed(part))
             ending = pack(teller.close())
             entry.end()  # before the client can have its last event and go
             yield ending

@@ -135,10 +135,14 @@ class Tally:
 
 
 class Teller(Protocol):
-    """Shapes the replies to one request in a dialect: as events, or as one body.   ping: what is sent in silence."""
+    """Shapes the replies to one request in a dialect: as events, or as one body.   ping: what is sent in silence.
+
+    late: `open` waits for the engine's first word, and so knows what it had cached.
+    """
 
     dialect: Dialect
     ping: bytes = PING
+    late: bool = False
 
     def open(self, prompts: Sequence[Prompt]) -> Iterable[Event]:
         """Before the first part."""

@@ -482,7 +482,10 @@ class Engine:
             return 0
         seq.last = drawn[-1].token
         timings = seq.timings(now) if row.num_draws > 1 else None
-        self._post(seq, Delta(request_id=seq.request.id, tokens=tuple(tokens), timings=timings))
+        delta = Delta(
+            request_id=seq.request.id, tokens=tuple(tokens), num_cached_tokens=seq.num_cached, timings=timings
+        )
+        self._post(seq, delta)
         return len(drawn)
 
     def _take(self, seq: Sequence, drawn: Seq[Drawn], tokens: list[TokenOut]) -> dict[str, Any] | None:
@@ -516,6 +519,7 @@ class Engine:
         delta = Delta(
             request_id=seq.request.id,
             tokens=tokens,
+            num_cached_tokens=seq.num_cached,
             finish=reason,
             stop_id=stop_id,
             error=error,

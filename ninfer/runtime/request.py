@@ -87,6 +87,7 @@ class Delta:
 
     request_id: str
     tokens: tuple[TokenOut, ...] = ()
+    num_cached_tokens: int = 0  # of the prompt: not computed anew
     finish: FinishReason | None = None
     stop_id: int | None = None  # the end token that finished it
     error: str | None = None  # with finish ERROR

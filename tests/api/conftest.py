@@ -94,6 +94,7 @@ class FakeClient:
                 yield Delta(
                     request_id=request.id,
                     tokens=tuple(self._token(t, request) for t in cut),
+                    num_cached_tokens=1,
                     finish=finish,
                     stop_id=tokens[ends[0]] if ends else None,
                     timings=self._timings(request, count + bool(ends)) if finish else None,
