@@ -32,7 +32,7 @@ from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 
 CHUNK_VALUES = 1 << 23  # encoded at a time
-CHUNK_BYTES = 64 << 20  # copied at a time
+CHUNK_BYTES = 1 << 20  # copied at a time: what stays in the cache between map and file
 F32_PARTS = re.compile(r".*/gdn/(a_log|dt_bias)|.*(A_log|dt_bias)")
 RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 COMPONENTS = ("text", "mtp")
