@@ -22,7 +22,8 @@ import gguf
 import numpy as np
 
 from ninfer.artifacts import open_artifact
-from ninfer.artifacts.convert import make_plan, to_artifact
+from ninfer.artifacts.convert import make_plan
+from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.ninfer_write import write_artifact
 from ninfer.artifacts.recipes import recipe
 from ninfer.artifacts.synthetic import shapes_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,24 +18,19 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, TokenizerFiles
-from ninfer.artifacts.logical import Tensor, flat, inputs_of, is_tabled, part_name, stored_config, tensor_map
-from ninfer.artifacts.names import tiled_columns
+from ninfer.artifacts.artifact import Artifact, TensorInfo, TokenizerFiles
+from ninfer.artifacts.logical import Tensor, flat, is_tabled, part_name, stored_config, tensor_map
 from ninfer.artifacts.ninfer_formats import names_of
-from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, Sink, pieces_of, raw_object
 from ninfer.artifacts.quantize import keeps
 from ninfer.artifacts.recipes import KEEP, Recipe
 from ninfer.errors import ArtifactError, UsageError
-from ninfer.formats.bits import U8Array
-from ninfer.formats.codes import recode
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 
-CHUNK_VALUES = 1 << 23  # encoded at a time
-CHUNK_BYTES = 1 << 20  # copied at a time: what stays in the cache between map and file
 F32_PARTS = re.compile(r".*/gdn/(a_log|dt_bias)|.*(A_log|dt_bias)")
 RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 COMPONENTS = ("text", "mtp")
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
 _SKIPPED = re.compile(r"model\.visual\.|visual\.|vision_tower\.|multi_modal_projector\.")
 Index = NDArray[np.intp] | slice  # rows of the source tensor
 
@@ -119,7 +114,10 @@ def make_plan(
 ) -> Plan:
     """Raises UsageError or ArtifactError before anything is read: what does not fit, and what would."""
     _check_sources(recipe, sources)
+    holders = [s for s in sources.values() if EMBEDDING_TENSOR in s]  # whole models; else the text is that of base
     config = flat(base.config)
+    if holders and not is_tabled(stored_config(config)):
+        config = flat(holders[0].config)  # it tells how the weights are stored
     kind = stored_config(config).get("model_type")
     if recipe.models and kind not in recipe.models:
         raise UsageError(f"--recipe: {recipe.name} is for {' or '.join(recipe.models)} models; this one is {kind!r}")
@@ -132,6 +130,8 @@ def make_plan(
         if _SKIPPED.match(tensor_name) or component not in components:
             continue
         source = next(s for s in order if tensor_name in s)
+        if holders and source is base and component == "text":
+            continue
         tensor = table.get(tensor_name)
         if tensor is None and is_tabled(map_config) and tensor_name != "rope_freqs.weight":
             extra.append(tensor_name)
@@ -183,7 +183,7 @@ def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Ite
     info = source.info(name)
     if _is_vector(name, info, tensor):
         fmt = F32_FORMAT if F32_PARTS.fullmatch(tensor.parts[0]) else BF16_FORMAT
-        if fmt is BF16_FORMAT and not _fits_bf16(_vector_values(source, name, tensor)):
+        if fmt is BF16_FORMAT and not _fits_bf16(vector_values(source, name, tensor)):
             fmt = F32_FORMAT
         shape = (info.shape[2], info.shape[0]) if tensor.how == "taps" else info.shape
         yield Matrix(f"w.{tensor.parts[0]}", name, source, ((tensor.parts[0], shape[0]),), slice(None), shape, fmt, "")
@@ -260,7 +260,7 @@ def _is_offset_norm(name: str) -> bool:
     return (name.endswith("norm.weight") and "linear_attn." not in name) or ".pre_fc_norm_" in name
 
 
-def _vector_values(source: Artifact, name: str, tensor: Tensor) -> NDArray[np.float32]:
+def vector_values(source: Artifact, name: str, tensor: Tensor) -> NDArray[np.float32]:
     """In the container's convention: offset norms without the 1, taps [taps, C]."""
     values = source.get(name).f32()
     if source.config.get("norm_plus_one") and is_tabled(flat(source.config)) and _is_offset_norm(name):
@@ -305,102 +305,3 @@ def _resources(base: Artifact, given: Mapping[str, Path]) -> dict[str, bytes]:
     if base.generation_config:
         found.setdefault("generation_config.json", json.dumps(dict(base.generation_config)).encode())
     return {role: raw for role, raw in found.items() if raw}
-
-
-# bytes
-
-
-def to_artifact(plan: Plan) -> NewArtifact:
-    """Objects whose bytes are made when the writer asks."""
-    bindings, uses = dict[str, Any](), list[dict[str, Any]]()
-    objects, scalars = list[NewObject](), dict[float, str]()
-    tiled = {n for s in {m.source for m in plan.matrices} for n in s.config.get("gdn_tiled_out_columns", ())}
-    if not is_tabled(plan.config):  # whose config tells it
-        tiled = set()
-    for m in (*plan.matrices, *plan.vectors):
-        objects.append(_object(m, plan.tensors.get(m.tensor)))
-        at = 0
-        for part, rows in m.parts:
-            k = prod(m.shape[1:])
-            whole = len(m.parts) == 1
-            span = {"object": m.id, "range": [at * k, (at + rows) * k]}
-            bindings[part] = {"object": m.id} if whole else {"parts": [span]}
-            at += rows
-            if m.policy:
-                auxiliaries: dict[str, Any] = {}
-                if m.tensor in tiled:
-                    auxiliaries["input_columns"] = {"object": "a.tiled_columns"}
-                if m.divisor is not None:
-                    auxiliaries["activation_input_divisor"] = {
-                        "object": scalars.setdefault(m.divisor, f"a.{len(scalars)}")
-                    }
-                uses += [_use(part, i, m.policy, auxiliaries) for i in inputs_of(part, plan.components)]
-    if any(m.tensor in tiled for m in plan.matrices):
-        columns = tiled_columns(plan.config).astype("<i4")
-        objects.append(raw_object("a.tiled_columns", columns.tobytes(), shape=columns.shape, format="int32",
-                                  layout="contiguous_le_v1"))  # fmt: skip
-    for value, id in scalars.items():
-        objects.append(raw_object(id, np.array(value, "<f4").tobytes(), shape=(), format="fp32",
-                                  layout="contiguous_le_v1"))  # fmt: skip
-    if "text/output_head" not in bindings and "text/token_embedding" in bindings:
-        bindings["text/output_head"] = bindings["text/token_embedding"]
-    objects += [raw_object(f"r.{role}", raw) for role, raw in plan.resources.items()]
-    components: dict[str, Any] = {
-        "text": {"config": plan.config, "resources": {role: f"r.{role}" for role in plan.resources}}
-    }
-    if "mtp" in plan.components:
-        arch = "Qwen3_5MoeMTP" if "num_experts" in plan.config else "Qwen3_5MTP"
-        components["mtp"] = {"config": {"architectures": [arch]}, "target": "text"}
-    metadata = {"name": plan.name, "shapes": plan.plain_shapes()}
-    provenance = {"converter": "ninfer-v3", "recipe": plan.recipe.name, "sources": dict(plan.sources)}
-    return NewArtifact(components, objects, bindings, uses, metadata, provenance)
-
-
-def _use(part: str, input: str, policy: str, auxiliaries: Mapping[str, Any]) -> dict[str, Any]:
-    use: dict[str, Any] = {"parameter": part, "input": input, "activation_policy": policy}
-    return {**use, "auxiliaries": dict(auxiliaries)} if auxiliaries else use
-
-
-def _object(m: Matrix, tensor: Tensor | None) -> NewObject:
-    names = names_of(m.format)
-    assert names is not None
-    produce = partial(_put_matrix, m) if m.policy else partial(_put_vector, m, tensor or Tensor((m.parts[0][0],)))
-    return NewObject(m.id, m.format.nbytes(m.shape), produce, m.shape, *names)
-
-
-def _put_vector(m: Matrix, tensor: Tensor, sink: Sink) -> None:
-    sink.put(0, m.format.pack(_vector_values(m.source, m.tensor, tensor)))
-
-
-def _put_matrix(m: Matrix, sink: Sink) -> None:
-    p = m.source.get(m.tensor)
-    n, k = m.shape
-    values = CHUNK_BYTES * n // max(p.raw.size, 1) * k if p.format is m.format else CHUNK_VALUES
-    each = n if m.format.row_step > 1 else max(128, values // k // 128 * 128)
-    for start, count in pieces_of(n, each):
-        raw = _rows(m, p, start, count)
-        if p.format is not m.format:
-            raw = _encode(m, p, raw, (count, k))
-        spans = m.format.row_spans(m.shape, start, count)
-        for (offset, nbytes), (at, _) in zip(spans, m.format.row_spans((count, k), 0, count), strict=True):
-            sink.put(offset, raw[at : at + nbytes])
-
-
-def _rows(m: Matrix, p: Parameter, start: int, count: int) -> U8Array:
-    """Rows of the object as the source has them."""
-    stored = (prod(p.shape[:-1]), p.shape[-1])
-    if isinstance(m.index, slice):
-        return p.format.slice_rows(p.raw, stored, m.index.start + start, count)
-    return p.format.gather_rows(p.raw, stored, m.index[start : start + count])
-
-
-def _encode(m: Matrix, p: Parameter, raw: U8Array, shape: tuple[int, int]) -> U8Array:
-    try:
-        if p.format.code is not None and p.format.name == "pq2_0" and m.format.group == p.format.group:
-            return recode(p.format, m.format, raw, shape)
-        values = p.format.unpack(raw, shape)
-        if not np.isfinite(values).all():
-            raise ArtifactError("has values that are not finite")
-        return m.format.pack(values)
-    except ArtifactError as error:
-        raise ArtifactError(f"{m.source.path}: tensor {m.tensor!r}: {error}") from None

@@ -68,6 +68,7 @@ MTP = {
 }
 TABLED = ("qwen3_5_text", "qwen3_5_moe_text", "llama")
 PLAIN = ("text", "mtp")  # components whose parameters may have checkpoint names
+EMBEDDING, EMBEDDING_ROWS = "text/token_embedding", "text/token_embedding/rows"  # the second: an input in uses
 GATE_UP = "mlp.experts.gate_up_proj"
 
 

@@ -312,8 +312,8 @@ class NinferArtifact(Artifact):
                 if "input_columns" in use.auxiliaries:
                     self._check_columns(use)
                     tiled.append(names[use.parameter])
-                if "hadamard_signs" in use.auxiliaries:
-                    rotated[names.get(use.parameter, use.parameter)] = self._words(use, "hadamard_signs", "bf16")
+                if "hadamard_signs" in use.auxiliaries and use.parameter in names:
+                    rotated[names[use.parameter]] = self._words(use, "hadamard_signs", "bf16")
         found: dict[str, Any] = {}
         if tiled:
             found["gdn_tiled_out_columns"] = tuple(tiled)

@@ -104,6 +104,8 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("qwen3_8_27b_nvfp4",
            "Qwen3.8-27B: NVFP4 and FP8 weights of --source quantized=DIR, other matrices in FP8",
            (_MTP, _BF16, Rule(r".*", KEEP, "AllowA4", "fp8_e4m3fn_row_bf16")), (DENSE,), ("quantized",)),
+    Recipe("gemma4_gguf", "Gemma 4: blocks of --source gguf=FILE (QAT Q4_0) as they are", (_KEEP_ALL,),
+           ("gemma4_text", "gemma4"), ("gguf",)),
     Recipe("bonsai2_27b_ternary", "Ternary Bonsai 2 27B: --source ternary=GGUF (PQ2_0) as t2_g128",
            (_MTP, _BF16, Rule(r".*", "t2_g128")), (DENSE,), ("ternary",)),
     Recipe(

@@ -14,7 +14,8 @@ from attrs import frozen
 from tqdm import tqdm
 
 from ninfer.artifacts import open_artifact
-from ninfer.artifacts.convert import COMPONENTS, Plan, make_plan, to_artifact
+from ninfer.artifacts.convert import COMPONENTS, Plan, make_plan
+from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.logical import checkpoint_config
 from ninfer.artifacts.ninfer_write import NewArtifact, check_written, write_artifact
 from ninfer.artifacts.recipes import RECIPES, recipe

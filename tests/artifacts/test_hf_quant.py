@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ninfer.artifacts import open_artifact
-from ninfer.artifacts.convert import make_plan, to_artifact
+from ninfer.artifacts.convert import make_plan
+from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.ninfer_artifact import NinferArtifact
 from ninfer.artifacts.ninfer_write import check_written, write_artifact
 from ninfer.artifacts.recipes import recipe

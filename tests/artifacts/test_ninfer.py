@@ -15,7 +15,8 @@ import pytest
 from checkpoints import DATA
 
 from ninfer.artifacts import open_artifact
-from ninfer.artifacts.convert import make_plan, to_artifact
+from ninfer.artifacts.convert import make_plan
+from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.ninfer_artifact import NinferArtifact
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, check_written, raw_object, write_artifact

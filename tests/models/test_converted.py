@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, oracle, part, tiny_qwen35_folder
+from checkpoints import DATA, oracle, part, runner, tiny_qwen35_folder
 from drawn import checkpoint
-from gguf_writer import matrices_in, write_gguf
+from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 from numpy.typing import NDArray
 
 from models.test_compiled import outputs
 from ninfer.artifacts import Artifact, open_artifact
+from ninfer.artifacts.convert import make_plan
+from ninfer.artifacts.convert_objects import to_artifact
+from ninfer.artifacts.ninfer_write import check_written, write_artifact
 from ninfer.artifacts.quantize import quantize
+from ninfer.artifacts.recipes import recipe
+from ninfer.artifacts.synthetic import SyntheticArtifact, shapes_of
 from ninfer.cli.convert import body
 from ninfer.config import EngineConfig
 from ninfer.errors import ArtifactError, UsageError
@@ -23,7 +28,7 @@ from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 from ninfer.runtime import load as loading
 
 MODELS = ("llama", "qwen3_5_dense", "qwen3_5_dense_hd256")
-EXPERTS = ("qwen3_5_moe", "qwen3_next")
+EXPERTS = ("qwen3_5_moe", "qwen3_next", "gemma4_moe")
 
 
 def logits(model: Path, **changes: Any) -> NDArray[np.float32]:
@@ -79,12 +84,64 @@ def test_experts_in_every_division(tmp_path: Path, name: str, source: str) -> No
     """Fused stacks and single matrices of safetensors, banks of gate and up of GGUF."""
     model = checkpoint(DATA / name, tmp_path / name)
     if source == "gguf":
-        write_gguf(open_artifact(model), tmp_path / "model.gguf", matrices_in(by_name("q8_0")))
+        write = write_gemma4_gguf if name == "gemma4_moe" else write_gguf
+        write(open_artifact(model), tmp_path / "model.gguf", matrices_in(by_name("q8_0")))
         model = tmp_path / "model.gguf"
         assert np.array_equal(logits(converted(tmp_path, model, "gguf")), logits(model))
         return
     assert np.array_equal(logits(converted(tmp_path, model, "bf16")), logits(model))
     assert np.array_equal(logits(converted(tmp_path, model, "q8")), logits(model, quantize="q8_g32"))
+
+
+def test_banks_of_a_gguf_take_the_place_of_the_folders_stacks(tmp_path: Path) -> None:
+    for name, chosen in (("qwen3_5_moe", "gguf"), ("gemma4_moe", "gemma4_gguf")):
+        model, gguf = checkpoint(DATA / name, tmp_path / name), tmp_path / f"{name}.gguf"
+        write = write_gemma4_gguf if name == "gemma4_moe" else write_gguf
+        write(open_artifact(model), gguf, matrices_in(by_name("q8_0")))
+        out = converted(tmp_path, model, chosen, "--source", f"gguf={gguf}")
+        assert np.array_equal(logits(out), logits(gguf))
+        assert out.stat().st_size < 1.1 * gguf.stat().st_size
+
+
+class Ternary(SyntheticArtifact):
+    """Every matrix in PrismML's ternary blocks and a basis rotated by 1024."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3.5-tiny", "pq2_0")
+        self.config = {
+            **self.config, "hidden_size": 1024, "num_attention_heads": 4, "linear_num_value_heads": 8,
+            "vocab_size": 256, "num_hidden_layers": 2, "full_attention_interval": 2,
+        }  # fmt: skip
+        self._shapes = shapes_of(self.config)
+        names = [
+            n for n, s in self._shapes.items() if len(s) == 2 and not n.endswith(("in_proj_a.weight", "_b.weight"))
+        ]
+        rng = np.random.default_rng(0)
+        words = {1024: np.where(rng.integers(0, 2, 1024) > 0, 0x3F80, 0xBF80).astype(np.uint16)}
+        self.config |= {"hadamard_signs": {n: words[self._shapes[n][1]] for n in names}, "hadamard_block": 1024}
+
+    def _format(self, name: str) -> QuantFormat:
+        return by_name("pq2_0") if name.endswith(("embed_tokens.weight", "head.weight")) else super()._format(name)
+
+
+def test_ternary_weights_and_their_rotation_pass_through(tmp_path: Path) -> None:
+    source, out = Ternary(), tmp_path / "ternary.ninfer"
+    folder = SyntheticArtifact("qwen3.5-tiny")
+    folder.config = {k: v for k, v in source.config.items() if not k.startswith("hadamard")}
+    folder._shapes = source._shapes
+    plan = make_plan(recipe("bonsai2_27b_ternary"), folder, {"ternary": source}, name="ternary")
+    new = write_artifact(to_artifact(plan), out)
+    check_written(new, out)
+    result = open_artifact(out)
+    assert result.info("model.layers.0.mlp.up_proj.weight").format is by_name("t2_g128")
+    assert result.config["hadamard_signs"].keys() == source.config["hadamard_signs"].keys()
+    assert sum(o.id.startswith("a.") for o in new.objects) == 1  # one vector of signs for all
+    ids = oracle("llama")["input_ids"][:24] % 256
+    want = runner(source).outputs([part(ids)])["logits"]
+    assert np.array_equal(runner(result).outputs([part(ids)])["logits"], want)
+    config = EngineConfig(model=str(out), max_context=256, kv_dtype="f32", device="cpu", prefill_chunk=256)
+    scorer = loading.load_scorer(config, "logits", tokenizer_needed=False)[0]
+    np.testing.assert_allclose(outputs(scorer, [part(ids)]), want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
 def test_the_moe_recipe_packs_experts_and_its_mtp_block(tmp_path: Path) -> None:
