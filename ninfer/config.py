@@ -20,7 +20,7 @@ from ninfer.errors import UsageError
 C = TypeVar("C")
 
 
-SPECS = ("none", "mtp", "ngram")
+SPECS = ("none", "mtp", "dflash", "dflash2", "ngram")
 DEVICES = ("cpu", "cpu-numpy", "cuda", "cuda-sim", "auto")
 
 # Values: text to value. What they raise becomes one line that names the flag.
@@ -147,6 +147,7 @@ class EngineConfig:
     quantize: str | None = flag("convert dense weights to this format while loading", value="FORMAT")
     format: str | None = flag("weight format of a synthetic model", value="FORMAT")
     spec: str = flag("who drafts tokens ahead of the model", choices=SPECS, default="none")
+    draft_model: Path | None = flag("the drafter of --spec dflash or dflash2: a folder", Path, value="PATH")
     draft_tokens: int | None = flag("drafts per round (what suits the drafter)", whole(1, 15))
     adaptive_mtp: bool = flag("let survival and time choose how many drafts a round of --spec mtp has", default=False)
     ngram_draft_tokens: int = flag(

@@ -39,10 +39,13 @@ ROUND_MODES = ("verify", "fold", "draft", "draft_logits")
 @frozen
 class Rounds:
     """What rounds of drafts keep per slot. hidden_rows: most rows of a sequence in a step whose hidden values a drafter
-    reads, 0: no drafter reads any; journal_rows: most rows of a sequence in a "verify" step."""
+    reads, 0: no drafter reads any; journal_rows: most rows of a sequence in a "verify" step. taps: layers whose outputs
+    a drafter reads too, of tap_rows rows."""
 
     hidden_rows: int
     journal_rows: int
+    taps: tuple[int, ...] = ()
+    tap_rows: int = 0
 
 
 @frozen(kw_only=True)
@@ -216,6 +219,11 @@ class Stored:
         self._check(name, n)
         return self._g.weight(name, TensorType((n,)))
 
+    def tensor(self, name: str, *shape: int) -> Value:
+        """Of any rank, decoded to float32."""
+        self._check(name, *shape)
+        return self._g.weight(name, TensorType(shape))
+
     def taps(self, name: str, channels: int, taps: int) -> Value:
         """A depthwise convolution, stored [C, 1, taps] -> [C, taps], float32."""
         self._check(name, channels, 1, taps)
@@ -277,6 +285,16 @@ def finish(
             score(g, logits, domain=domain)
         case "logits":
             g.outputs["logits"] = logits
+
+
+def tap(g: Graph, x: Value, layer: int, rounds: Rounds | None) -> None:
+    """Keep a layer's output for a drafter that reads it."""
+    if rounds is not None and layer in rounds.taps:
+        ring_store(g, x, tap_ring(g, layer, width_of(x), rounds.tap_rows))
+
+
+def tap_ring(g: Graph, layer: int, width: int, rows: int) -> Value:
+    return ring_state(g, f"tap.{layer}", rows, width)
 
 
 def width_of(x: Value) -> int:

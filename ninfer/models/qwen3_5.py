@@ -19,7 +19,7 @@ from ninfer.ir.ops.norm import gated_rms_norm, rms_norm
 from ninfer.ir.ops.recurrent import GatedDelta, causal_conv_silu, gated_delta
 from ninfer.ir.types import S, TensorType
 from ninfer.models import mtp
-from ninfer.models.family import Config, Family, Info, ModelSpec, Rounds, Stored, finish, mlp
+from ninfer.models.family import Config, Family, Info, ModelSpec, Rounds, Stored, finish, mlp, tap
 from ninfer.models.fields import Fields
 from ninfer.models.rope import parse_rope
 from ninfer.models.rotation import EMBEDDING, Rotation, parse_rotation
@@ -94,6 +94,7 @@ class Qwen35Spec(ModelSpec):
                     x = self._delta(g, w, f"{p}linear_attn.", i, h, x, journal_rows)
                 h = self.norm(g, w, f"{p}post_attention_layernorm.weight", x)
                 x = self.feed_forward(g, w, f"{p}mlp.", h, x)
+                tap(g, x, i, rounds)
         norm = w.vector("model.norm.weight", self.hidden_size)
         head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
         finish(

@@ -13,6 +13,7 @@ from attrs import define, frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts import Artifact, open_artifact
+from ninfer.artifacts.beside import Beside
 from ninfer.artifacts.demo import demo_path
 from ninfer.artifacts.quantize import quantize
 from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
@@ -23,7 +24,8 @@ from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
 from ninfer.ir.types import Env, TensorType
-from ninfer.models import identify
+from ninfer.models import dflash, identify
+from ninfer.models.dflash import DFlashSpec
 from ninfer.models.family import Family, ModelSpec, Rounds
 from ninfer.routes.measure import Calibration, calibrate
 from ninfer.routes.profile import cache_dir, load_profile, save_profile, user_path
@@ -66,8 +68,12 @@ class Model:
     spec: ModelSpec
     kv: KVFormat
     tokenizer: Tokenizer | None
+    drafter: DFlashSpec | None = None
 
     def graph(self, mode: str, rounds: Rounds | None = None) -> Graph:
+        if self.drafter is not None and rounds is not None and mode in dflash.MODES:
+            info = self.artifact.info
+            return dflash.build(self.drafter, self.spec, info, kv=self.kv, mode=mode, rounds=rounds)
         return self.family.build(self.spec, self.artifact.info, kv=self.kv, mode=mode, rounds=rounds)
 
 
@@ -99,7 +105,13 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
     report("model", f"{family.name}  {spec.summary}")
     report("weights", artifact.summary())
     kv = kv_by_name(config.kv_dtype)
-    return Model(artifact, family, spec, kv, tokenizer)
+    if config.draft_model is None:
+        return Model(artifact, family, spec, kv, tokenizer)
+    beside = open_artifact(config.draft_model)
+    drafter = dflash.parse(beside.config)
+    drafter.check(spec)
+    report("drafter", f"{drafter.name}  {drafter.num_layers} layers of {drafter.hidden_size}  {beside.summary()}")
+    return Model(Beside(artifact, beside, dflash.PREFIX), family, spec, kv, tokenizer, drafter)
 
 
 def _open_artifact(config: EngineConfig) -> Artifact:
@@ -121,7 +133,7 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         info, result = calibrate_model(config, progress=lambda done, total, what: progress("calibrating", done, total))
         save_profile(load_profile(info).layered(result.profile), user_path(info))
     lowering = backend.lowering(config, report)
-    rounds = plan_rounds(config, model.spec, model.graph)
+    rounds = plan_rounds(config, model.spec, model.graph, model.drafter)
     graph = model.graph("sample", None if rounds is None else rounds.rounds)
     graphs = [graph, *(() if rounds is None else rounds.graphs.values())]
     weights: dict[str, Any] = {}
@@ -175,7 +187,14 @@ def _fingerprint(model: Model, config: EngineConfig) -> str:
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
     return fingerprint(
-        {"path": path, "files": stats, "kv": model.kv.name, "weights": config.quantize, "rope": model.spec}
+        {
+            "path": path,
+            "files": stats,
+            "kv": model.kv.name,
+            "weights": config.quantize,
+            "rope": model.spec,
+            "drafter": (config.spec, config.draft_model),
+        }
     )
 
 

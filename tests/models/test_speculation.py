@@ -142,7 +142,7 @@ def test_a_drafter_that_the_checkpoint_lacks_is_one_line() -> None:
         ({"spec": "ngram", "adaptive_mtp": True}, r"--adaptive-mtp .* use it with --spec mtp, not ngram"),
         ({"adaptive_mtp": True}, r"--adaptive-mtp .* use it with --spec mtp, not none"),
         ({"spec": "mtp", "draft_tokens": 16}, r"--draft-tokens: '16' is not a whole number from 1 to 15"),
-        ({"spec": "eagle"}, r"--spec: 'eagle' is none of none, mtp, ngram"),
+        ({"spec": "eagle"}, r"--spec: 'eagle' is none of none, mtp, dflash, dflash2, ngram"),
     ],
     ids=str,
 )

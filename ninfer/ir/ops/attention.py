@@ -172,6 +172,11 @@ class Attention(Op):
         _check_paging(self, q, cache, _cache_type(self.fmt, self.kv_heads, self.head_dim), paging)
         return (q,)
 
+    def hidden(self, key: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which keys a row does not see, by positions that broadcast."""
+        later = key > row
+        return later if self.window is None else later | (key <= row - self.window)
+
     def reference(self, args: Arrays) -> Arrays:
         q = f32_array(args[0]).reshape(-1, self.heads, self.head_dim)
         if self.fmt.k.rotate:  # as the stored keys are
@@ -193,9 +198,7 @@ class Attention(Op):
             for block in np.split(rows, range(PAGE, len(rows), PAGE)):  # bounds the scores' memory
                 last = (kv_len[b] + block - row_start[b])[:, None]
                 position = np.arange(total)
-                hidden = (position > last) if self.window is None else (position > last) | (
-                    position <= last - self.window
-                )  # fmt: skip
+                hidden = self.hidden(position, last)
                 # [G, group, n, D] against [G, 1, tokens, D]
                 heads = q[block].reshape(-1, self.kv_heads, group, self.head_dim).transpose(1, 2, 0, 3)
                 scores = heads @ k[:, None].swapaxes(2, 3) * np.float32(self.scale)

@@ -34,12 +34,15 @@ class Advance:
 
 @frozen(kw_only=True)
 class Want:
-    """Drafts for the next round of a slot.   kv_len: rows the target has; last: the token after them."""
+    """Drafts for the next round of a slot.   kv_len: rows the target has; last: the token after them. temperature,
+    seed: of the request, for drafters that draw."""
 
     slot: int
     kv_len: int
     last: int
     limit: int
+    temperature: float = 0.0
+    seed: int = 0
 
 
 class Drafter(Protocol):

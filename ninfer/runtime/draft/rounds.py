@@ -102,7 +102,17 @@ class Speculation:
         self._timed = (len(seqs), max(len(seq.drafts) for seq in seqs)) if uniform else None
 
     def _wants(self, seqs: Sequence[Seq], most: int) -> list[Want]:
-        return [Want(slot=s.slot, kv_len=s.kv_len, last=s.last, limit=_limit(s, most)) for s in seqs]
+        return [
+            Want(
+                slot=s.slot,
+                kv_len=s.kv_len,
+                last=s.last,
+                limit=_limit(s, most),
+                temperature=s.request.sampling.temperature,
+                seed=s.seed,
+            )
+            for s in seqs
+        ]
 
     def verify(self, rows: Sequence[SeqRows]) -> list[tuple[Drawn, ...]]:
         """The draws of each sequence, as far as its drafts agree: the last one is the target's alone."""

@@ -14,9 +14,12 @@ from ninfer.devices.plan import Plan
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
 from ninfer.ir.types import Env
+from ninfer.models import dflash
+from ninfer.models.dflash import DFlashSpec
 from ninfer.models.family import ModelSpec, Rounds
 from ninfer.routes.lower import Lowering
 from ninfer.runtime.batch import Limits, SeqRows
+from ninfer.runtime.draft.dflash import DFlashDrafter
 from ninfer.runtime.draft.drafter import Drafter, Run
 from ninfer.runtime.draft.mtp import MtpDrafter
 from ninfer.runtime.draft.ngram import NgramDrafter
@@ -25,6 +28,7 @@ from ninfer.runtime.draft.width import AdaptiveWidth
 from ninfer.runtime.runner import env_of, row_buckets
 from ninfer.runtime.steps import fill_step
 
+MAX_DRAFTS = 15
 ADAPTIVE_DRAFTS = 7  # at most, where the width is chosen by the round
 
 BuildGraph = Callable[[str, Rounds], Graph]  # of a mode
@@ -32,20 +36,44 @@ BuildGraph = Callable[[str, Rounds], Graph]  # of a mode
 
 @frozen
 class DrafterKind:
-    """A drafter with graphs of its own.   num_drafts: by default. lacks: why a model cannot use it."""
+    """A drafter with graphs of its own, of these modes.   num_drafts: by default. lacks: why a model cannot use it.
+    make: from the graphs, by mode."""
 
-    mode: str
-    num_drafts: int
-    lacks: Callable[[ModelSpec], str | None]
-    make: Callable[[Run], Drafter]
+    modes: tuple[str, ...]
+    num_drafts: Callable[[DFlashSpec | None], int]
+    lacks: Callable[[ModelSpec, DFlashSpec | None], str | None]
+    make: Callable[[Mapping[str, Run], DFlashSpec | None], Drafter]
 
 
-def _lacks_mtp(spec: ModelSpec) -> str | None:
+def _lacks_mtp(spec: ModelSpec, drafter: DFlashSpec | None) -> str | None:
     return None if spec.num_mtp_layers else "the checkpoint has no multi-token-prediction block (mtp.*)"
 
 
+def _lacks_drafter(spec: ModelSpec, drafter: DFlashSpec | None) -> str | None:
+    return None if drafter is not None else "the drafter is a model of its own: give its folder with --draft-model"
+
+
+def _block_drafts(drafter: DFlashSpec | None) -> int:
+    return 0 if drafter is None else min(MAX_DRAFTS, drafter.block_size - 1)
+
+
+def _make_block(runs: Mapping[str, Run], drafter: DFlashSpec | None) -> Drafter:
+    assert drafter is not None
+    return DFlashDrafter(runs[dflash.CONTEXT], runs[dflash.BLOCK], drafter.mask_id, drafter.name)
+
+
+_BLOCK = DrafterKind(
+    modes=(dflash.CONTEXT, dflash.BLOCK), num_drafts=_block_drafts, lacks=_lacks_drafter, make=_make_block
+)
 KINDS: Mapping[str, DrafterKind] = {
-    "mtp": DrafterKind(mode="draft", num_drafts=3, lacks=_lacks_mtp, make=MtpDrafter),
+    "mtp": DrafterKind(
+        modes=("draft",),
+        num_drafts=lambda drafter: 3,
+        lacks=_lacks_mtp,
+        make=lambda runs, drafter: MtpDrafter(runs["draft"]),
+    ),
+    "dflash": _BLOCK,
+    "dflash2": _BLOCK,
 }
 
 
@@ -61,6 +89,7 @@ class RoundPlan:
     adaptive: bool
     rounds: Rounds
     graphs: Mapping[str, Graph]
+    drafter: DFlashSpec | None = None
 
     @property
     def most_rows(self) -> int:
@@ -74,14 +103,21 @@ class RoundPlan:
         return f"{own}  copies of up to {self.num_copied} tokens" if self.num_copied else own
 
 
-def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> RoundPlan | None:
+def plan_rounds(
+    config: EngineConfig, spec: ModelSpec, build: BuildGraph, drafter: DFlashSpec | None = None
+) -> RoundPlan | None:
     """None: no drafts. Raises UsageError where the model lacks what the drafter needs, with what would work."""
+    if config.draft_model is not None and (drafter is None or drafter.name != config.spec):
+        other = "another" if drafter is None else drafter.name
+        raise UsageError(
+            f"--draft-model {config.draft_model} is a drafter of --spec {other}, not of --spec {config.spec}"
+        )
     if config.adaptive_mtp and config.spec != "mtp":
         raise UsageError(f"--adaptive-mtp chooses how many drafts MTP makes: use it with --spec mtp, not {config.spec}")
     if config.spec == "none":
         return None
     kind = KINDS.get(config.spec)
-    reason = kind.lacks(spec) if kind is not None else None
+    reason = kind.lacks(spec, drafter) if kind is not None else None
     if reason is not None:
         raise UsageError(
             f"--spec {config.spec}: {reason}; --spec ngram works with every model, --spec none without drafts"
@@ -91,14 +127,23 @@ def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> Rou
         copied = config.draft_tokens or copied
         if not copied:
             raise UsageError("--spec ngram with --ngram-draft-tokens 0 drafts nothing; use --spec none")
-    usual = 0 if kind is None else ADAPTIVE_DRAFTS if config.adaptive_mtp else kind.num_drafts
+    usual = 0 if kind is None else ADAPTIVE_DRAFTS if config.adaptive_mtp else kind.num_drafts(drafter)
     num_drafts = 0 if kind is None else config.draft_tokens or usual
     rows = 1 + max(num_drafts, copied)
+    most = max(config.prefill_chunk, config.max_concurrency, rows)
+    taps = () if drafter is None else drafter.taps
     rounds = Rounds(
-        hidden_rows=0 if kind is None else max(config.prefill_chunk, config.max_concurrency, rows),
+        hidden_rows=most if kind is not None and not taps else 0,
         journal_rows=rows,
+        taps=taps,
+        tap_rows=most if taps else 0,
     )
-    modes = ["verify", "fold", *([kind.mode] if kind is not None else [])]
+    modes = ["verify", "fold", *(kind.modes if kind is not None else ())]
+    graphs = {mode: build(mode, rounds) for mode in modes}
+    if not all(f"tap.{layer}" in graphs["verify"].states for layer in taps):
+        raise UsageError(
+            f"--spec {config.spec}: this model's family does not show its layers to a drafter; use --spec ngram"
+        )
     return RoundPlan(
         name=config.spec,
         kind=kind,
@@ -107,7 +152,8 @@ def plan_rounds(config: EngineConfig, spec: ModelSpec, build: BuildGraph) -> Rou
         min_match=config.ngram_min_match,
         adaptive=config.adaptive_mtp,
         rounds=rounds,
-        graphs={mode: build(mode, rounds) for mode in modes},
+        graphs=graphs,
+        drafter=drafter,
     )
 
 
@@ -120,8 +166,8 @@ def lower_rounds(
     for mode, graph in plan.graphs.items():
         if not graph.nodes:
             continue
-        rows = most if mode in ("verify", "fold") else max(most, limits.max_rows)
-        logit_rows = most if mode == "verify" else limits.max_seqs
+        rows = most if mode in ("verify", "fold", dflash.BLOCK) else max(most, limits.max_rows)
+        logit_rows = most if mode in ("verify", dflash.BLOCK) else limits.max_seqs
         envs = [env_of(limits, w, min(w, logit_rows)) for w in row_buckets(rows)]
         plans[mode] = {env.rows: lowering.lower(graph_at(graph, env), env) for env in envs}
     return plans
@@ -144,7 +190,7 @@ class Stage:
 
 def speculation_of(plan: RoundPlan, runs: Mapping[str, Run], special: Collection[int]) -> Speculation:
     """runs: of the plan's graphs; a graph without nodes needs none. special: tokens that no copy reaches over."""
-    drafter = None if plan.kind is None else plan.kind.make(runs[plan.kind.mode])
+    drafter = None if plan.kind is None else plan.kind.make(runs, plan.drafter)
     copier = NgramDrafter(special, plan.min_match, beyond=plan.num_drafts) if plan.num_copied else None
     width = AdaptiveWidth(plan.num_drafts) if plan.adaptive else None
     return Speculation(runs["verify"], runs.get("fold"), drafter, copier, plan.num_drafts, plan.num_copied, width)

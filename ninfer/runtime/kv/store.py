@@ -14,6 +14,8 @@ from ninfer.ir.types import Sym, TensorType
 
 HOST_STATES = frozenset({"page_table", "bias", "mask", "counts"})  # the host writes them for each request
 
+ROUND_STATES = ("journal.", "mtp.", "tap.")  # rings that a round fills before it reads them
+
 Bytes = NDArray[np.uint8]
 
 
@@ -64,7 +66,7 @@ class StateStore:
             sorted(
                 name
                 for name, t in self.types.items()
-                if t.shape[0] is Sym.S and name not in HOST_STATES and "journal" not in name
+                if t.shape[0] is Sym.S and name not in HOST_STATES and not name.startswith(ROUND_STATES)
             )
         )
 

@@ -1,0 +1,56 @@
+"""Drafts by a model of its own that fills a block of positions at once (models/dflash.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define
+
+from ninfer.runtime.batch import Draw, SeqRows
+from ninfer.runtime.draft.drafter import Advance, Run, Want
+from ninfer.runtime.request import Sampling
+
+
+@define
+class DFlashDrafter:
+    """run_context: makes keys of what the target's layers said at final rows; run_block: proposals behind them.
+
+    Proposals are made at the start of the round that verifies them, and nothing of them outlives it.
+    """
+
+    run_context: Run
+    run_block: Run
+    mask_id: int
+    name: str = "dflash"
+
+    def begin(self, slot: int, prompt: Sequence[int]) -> None:
+        pass
+
+    def end(self, slot: int) -> None:
+        pass
+
+    def advance(self, parts: Sequence[Advance]) -> None:
+        self.run_context(
+            [SeqRows(slot=p.slot, kv_len=p.kv_len, tokens=p.following, generated=True, draw=None) for p in parts]
+        )
+
+    def propose(self, wants: Sequence[Want]) -> list[tuple[int, ...]]:
+        live = [w for w in wants if w.limit]
+        if not live:
+            return [() for _ in wants]
+        rows = [
+            SeqRows(
+                slot=w.slot,
+                kv_len=w.kv_len,
+                tokens=(w.last, *[self.mask_id] * w.limit),
+                generated=True,
+                draw=Draw(sampling=Sampling(temperature=w.temperature), seed=w.seed),
+                num_draws=w.limit,
+            )
+            for w in live
+        ]
+        drafts = self.run_block(rows)["draft"].tolist()
+        found: dict[int, tuple[int, ...]] = {}
+        for w in live:
+            found[w.slot], drafts = tuple(drafts[: w.limit]), drafts[w.limit :]
+        return [found.get(w.slot, ()) for w in wants]

@@ -1,0 +1,200 @@
+"""DFlash and DFlash2: blocks against arrays computed in plain PyTorch, and drafts through the whole engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from checkpoints import DATA, GREEDY, TINY_GGUF, limits, oracle, tiny_cases
+from drawn import checkpoint
+from drawn_drafter import drafter_checkpoint, shapes
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from ninfer.artifacts import open_artifact
+from ninfer.artifacts.beside import Beside
+from ninfer.config import EngineConfig
+from ninfer.errors import ArtifactError, UsageError
+from ninfer.formats.kv import by_name
+from ninfer.models import dflash, identify
+from ninfer.models.family import Rounds
+from ninfer.runtime.batch import Draw, SeqRows
+from ninfer.runtime.engine import Engine, drive
+from ninfer.runtime.load import load
+from ninfer.runtime.reference import ReferenceRunner, reference_runner
+from ninfer.runtime.request import GenerateRequest, Sampling
+from ninfer.runtime.steps import fill_step
+from ninfer.runtime.weights import bind_weights
+
+ATOL = 1e-4  # float32 in another order of summation
+TARGETS = {"dflash": "qwen3_5_moe", "dflash2": "qwen3_5_dense"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    root = tmp_path_factory.mktemp("drafters")
+    found = {name: drafter_checkpoint(DATA / name, root / name) for name in TARGETS}
+    return found | {
+        "qwen3_5_moe": checkpoint(DATA / "qwen3_5_moe", root / "moe"),
+        "qwen3_5_dense": DATA / "qwen3_5_dense",
+    }
+
+
+class Pair:
+    """A target and its drafter on one memory."""
+
+    def __init__(self, folders: Mapping[str, Path], name: str, *, bidirectional: bool = False) -> None:
+        target, drafter = open_artifact(folders[TARGETS[name]]), open_artifact(folders[name])
+        both = Beside(target, drafter, dflash.PREFIX)
+        family, spec = identify(target.config)
+        self.own = dflash.parse(drafter.config)
+        self.own.check(spec)
+        if bidirectional:
+            self.own = attrs.evolve(self.own, causal=(False,) * self.own.num_layers)
+        rounds = Rounds(hidden_rows=0, journal_rows=16, taps=self.own.taps, tap_rows=64)
+        kv, sized = by_name("f32"), limits(spec)
+        self.runs: dict[str, ReferenceRunner] = {}
+        states: dict[str, NDArray[Any]] = {}
+        for mode in ("logits", *dflash.MODES):
+            if mode == "logits":
+                graph = family.build(spec, both.info, kv=kv, mode=mode, rounds=rounds)
+            else:
+                graph = dflash.build(self.own, spec, both.info, kv=kv, mode=mode, rounds=rounds)
+            made = reference_runner(
+                graph, bind_weights(graph, both), sized, decode_weights=True, logit_rows=sized.max_rows
+            )
+            for key, state in made.states.items():
+                states.setdefault(key, state)
+            made.states = states
+            self.runs[mode] = made
+        self.runs["logits"].set_pages(1, 0, [3, 1, 2, 0])
+
+    def run(self, mode: str, tokens: Sequence[int], kv_len: int, draw: Draw | None = None) -> dict[str, NDArray[Any]]:
+        """With `draw`, all rows but the first are logit rows."""
+        rows = SeqRows(
+            slot=1, kv_len=kv_len, tokens=tuple(tokens), generated=True, draw=draw, num_draws=max(1, len(tokens) - 1)
+        )
+        if mode == "logits":
+            return self.runs[mode].outputs([rows])
+        run = self.runs[mode]
+        fill_step([rows], run.step_arrays, run.header)
+        return run._run()
+
+    def block(self, anchor: int, count: int, kv_len: int, draw: Draw = GREEDY) -> dict[str, NDArray[Any]]:
+        return self.run(dflash.BLOCK_LOGITS, [anchor, *[self.own.mask_id] * count], kv_len, draw)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 15])
+@pytest.mark.parametrize(("name", "prefix"), [("dflash", ""), ("dflash", "bidir_"), ("dflash2", "")])
+def test_two_rounds_are_the_references(folders: Mapping[str, Path], name: str, prefix: str, count: int) -> None:
+    """A block behind the prompt, a verification of its drafts, a block behind those that count as accepted."""
+    want, key = oracle(name), f"{prefix}k{count}_"
+    pair = Pair(folders, name, bidirectional=bool(prefix))
+    prompt = oracle(TARGETS[name])["input_ids"].tolist()
+    first = pair.run("logits", prompt, 0)["logits"]
+    anchor = int(first[-1].argmax())
+    assert anchor == want["anchor"]
+    pair.run(dflash.CONTEXT, prompt, 0)
+    got = pair.block(anchor, count, 48)
+    drafts = got["draft"].tolist()
+    assert drafts == want[key + "r1_draft_ids"].tolist()
+    if name == "dflash2":
+        np.testing.assert_array_equal(np.sort(got["candidates"]), np.sort(want[key + "r1_cand_ids"]))
+    verified = pair.run("logits", [anchor, *drafts], 48)["logits"]
+    kept = int(want[key + "accepted"])
+    then = int(verified[kept].argmax())
+    assert then == want[key + "next_anchor"]
+    pair.run(dflash.CONTEXT, [anchor, *drafts[:kept]], 48)
+    again = pair.block(then, count, 49 + kept)
+    assert again["draft"].tolist() == want[key + "r2_draft_ids"].tolist()
+    for values, which in ((got, "r1_logits"), (again, "r2_logits")):
+        if key + which in want:
+            np.testing.assert_allclose(values["logits"][:, ::32], want[key + which], rtol=0, atol=ATOL)
+
+
+def test_proposals_are_drawn_from_the_probabilities_that_are_kept(folders: Mapping[str, Path]) -> None:
+    want = oracle("dflash2")
+    pair = Pair(folders, "dflash2")
+    prompt = oracle("qwen3_5_dense")["input_ids"].tolist()
+    pair.run("logits", prompt, 0)
+    pair.run(dflash.CONTEXT, prompt, 0)
+    anchor = int(want["anchor"])
+    first = np.zeros(16)
+    for seed in range(200):
+        got = pair.block(anchor, 7, 48, Draw(sampling=Sampling(temperature=0.8), seed=seed))
+        np.testing.assert_allclose(got["q"].sum(axis=1), 1, rtol=1e-5)
+        ranks = [row.tolist().index(d) for row, d in zip(got["candidates"], got["draft"].tolist(), strict=True)]
+        first[ranks[0]] += 1
+        # along the greedy walk the probabilities are the reference's
+        np.testing.assert_allclose(got["q"][0], want["k7_r1_q"][0], rtol=0, atol=1e-5)
+    q = want["k7_r1_q"][0]
+    assert np.abs(first / 200 - q).max() < 4 * np.sqrt(0.25 / 200), "four standard errors"
+
+
+# Through the engine: a drafter that proposes its mask's token, or little else
+
+
+COMMA = tiny_cases()[3]["greedy_ids"][1]
+
+
+def comma_drafter(folder: Path, name: str) -> Path:
+    """For tiny-qwen35: layers so weak that a mask keeps its embedding, which is the comma's."""
+    config = json.loads((DATA / name / "config.json").read_text())
+    config |= {"hidden_size": 256, "vocab_size": 4096, "num_target_layers": 8}
+    config["dflash_config"] |= {"mask_token_id": COMMA, "target_layer_ids": [1, 4, 6]}
+    dice = np.random.default_rng(5)
+    tensors: dict[str, NDArray[Any]] = {}
+    for key, shape in shapes(config):
+        x = dice.standard_normal(shape).astype(np.float32)
+        weak = "o_proj" in key or "down_proj" in key or "codebook" in key
+        tensors[key] = np.ones(shape, np.float32) if "norm" in key else x * (0.002 if weak else 0.05)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_file(folder / "model.safetensors").keys() == tensors.keys()
+    return folder
+
+
+def engine(**changes: Any) -> Engine:
+    settings = {"model": str(TINY_GGUF), "max_context": 512, "device": "cpu", "deterministic": True}
+    config = EngineConfig(**{**settings, **changes})
+    loaded = load(config)
+    return Engine(loaded.runner, config, speculation=loaded.speculation)
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("dflash", 3), ("dflash", 15), ("dflash2", 1), ("dflash2", 7)])
+def test_drafts_never_change_a_text(tmp_path: Path, name: str, drafts: int) -> None:
+    model = comma_drafter(tmp_path / "drafter", name)
+    batch = [
+        GenerateRequest(
+            id=str(i),
+            prompt_ids=tuple(CASE["prompt_ids"] * (1 + i % 2)),
+            sampling=Sampling(temperature=(0.0, 0.8)[i % 2], seed=i),
+            max_tokens=50 - 5 * (i % 3),
+        )
+        for i, CASE in enumerate([tiny_cases()[j] for j in (3, 3, 5, 8, 2)])
+    ]
+    with engine(spec=name, draft_model=model, draft_tokens=drafts, ngram_draft_tokens=0) as drafted, engine() as plain:
+        got = drive(drafted, batch)
+        for r in batch:
+            alone = [t.id for d in drive(plain, [r])[r.id] for t in d.tokens]
+            assert [t.id for d in got[r.id] for t in d.tokens] == alone
+        stats = drafted.stats().drafts
+    assert stats is not None and stats.num_accepted > 20
+
+
+def test_a_drafter_of_another_kind_or_model_is_one_line(tmp_path: Path, folders: Mapping[str, Path]) -> None:
+    with pytest.raises(UsageError, match=r"^--spec dflash: .* give its folder with --draft-model"):
+        engine(spec="dflash")
+    model = comma_drafter(tmp_path / "d", "dflash")
+    with pytest.raises(UsageError, match=r"is a drafter of --spec dflash, not of --spec dflash2$"):
+        engine(spec="dflash2", draft_model=model)
+    with pytest.raises(ArtifactError, match=r"hidden_size is 64, but the model has 256: it drafts for another"):
+        engine(spec="dflash", draft_model=folders["dflash"])
+    with pytest.raises(ArtifactError, match=r"is no drafter; known are DFlashDraftModel, DFlash2DraftModel"):
+        engine(spec="dflash", draft_model=DATA / "llama")
