@@ -317,6 +317,10 @@ class NinferArtifact(Artifact):
         found: dict[str, Any] = {}
         if tiled:
             found["gdn_tiled_out_columns"] = tuple(tiled)
+        # Published files have no use of the embedding that could say so: ternary rows are in the basis of the head's.
+        head, rows = rotated.get("lm_head.weight"), self._tensors.get("model.embed_tokens.weight")
+        if head is not None and rows is not None and self._stored(rows)[0].format.name == "t2_g128":
+            rotated.setdefault("model.embed_tokens.weight", head)
         if rotated:
             found["hadamard_signs"] = rotated
         return found

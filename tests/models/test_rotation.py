@@ -13,8 +13,12 @@ from checkpoints import DATA, oracle, part, runner
 from gguf_writer import matrices_in, write_gguf
 from numpy.typing import NDArray
 
-from ninfer.artifacts import Artifact, Parameter, TensorInfo, open_artifact
-from ninfer.errors import ArtifactError
+from ninfer.artifacts import Artifact, Parameter, TensorInfo, open_artifact, synthetic
+from ninfer.artifacts.convert import make_plan
+from ninfer.artifacts.convert_objects import to_artifact
+from ninfer.artifacts.ninfer_write import write_artifact
+from ninfer.artifacts.recipes import recipe
+from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.quant import F32_FORMAT, by_name
 from ninfer.models import identify
 from ninfer.models.family import Rounds
@@ -120,6 +124,25 @@ def grouped_outputs(name: str, x: NDArray[np.float32], c: Mapping[str, Any]) -> 
     """Prism's converter leaves the columns of ssm_out where they are."""
     values: NDArray[np.float32] = x if name.endswith("out_proj.weight") else _values(name, x, c)
     return values
+
+
+def test_conversion_keeps_the_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = synthetic._qwen3_5(1024, 2, 1024, 4, 2, 8, vocab=512, key_heads=4) | {"full_attention_interval": 2}
+    monkeypatch.setitem(synthetic.CONFIGS, "wide", config)
+    for block in (1024, 256):
+        monkeypatch.setitem(synthetic.ROTATED, "wide", block)
+        source = synthetic.SyntheticArtifact("wide", "t2_g128")
+        base = synthetic.SyntheticArtifact("wide")
+        plan = make_plan(recipe("bonsai2_27b_ternary"), base, {"ternary": source}, name="wide")
+        if block != 1024:
+            with pytest.raises(UsageError, match="rotated in blocks of 256, but"):
+                to_artifact(plan)
+            return
+        write_artifact(to_artifact(plan), tmp_path / "wide.ninfer")
+        want = runner(source, rows=16, pages_each=1).outputs([part(range(12))])["logits"]
+        converted = runner(tmp_path / "wide.ninfer", rows=16, pages_each=1)
+        assert [n.op.key for n in converted.graph.nodes].count("hadamard") == 1 + 4 * 2 + 1
+        np.testing.assert_array_equal(converted.outputs([part(range(12))])["logits"], want)
 
 
 @pytest.mark.parametrize(
