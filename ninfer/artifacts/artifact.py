@@ -98,6 +98,10 @@ class Artifact(ABC):
     def get(self, name: str) -> Parameter:
         """Raises ArtifactError naming the parameter and the file."""
 
+    def details(self) -> tuple[str, ...]:
+        """Lines about the container, for people."""
+        return ()
+
     def divisors(self, name: str) -> tuple[float, ...]:
         """Of the activations that meet a matrix in products with 4-bit activations, if any are given."""
         return ()

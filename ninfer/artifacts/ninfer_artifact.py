@@ -87,6 +87,18 @@ class NinferArtifact(Artifact):
     def model_id(self) -> str:
         return self.display_name
 
+    def details(self) -> tuple[str, ...]:
+        d = self.file.directory
+        other = [c for c in self.components if c not in SERVED]
+        lines = [
+            f"version 3, id {self.file.artifact_id.hex()}, {len(d.objects)} objects in {len(d.files)} file(s)",
+            f"components {', '.join(c for c in self.components if c in SERVED)}"
+            + (f"; kept and not used: {', '.join(other)}" if other else ""),
+        ]
+        if isinstance(d.provenance, Mapping) and isinstance(d.provenance.get("recipe"), str):
+            lines.append(f"recipe {d.provenance['recipe'][:100]!r}")
+        return tuple(lines)
+
     # resources
 
     def resource(self, role: str, component: str = "text") -> bytes | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -160,15 +159,3 @@ def entry_header(json_bytes: int, artifact_id: bytes) -> bytes:
 
 def part_header(index: int, artifact_id: bytes) -> bytes:
     return (PART_MAGIC + index.to_bytes(8, "little") + artifact_id).ljust(PAYLOAD_ALIGN, b"\0")
-
-
-def describe(file: NinferFile) -> dict[str, Any]:
-    """For people: id, files, components."""
-    d = file.directory
-    return {
-        "artifact_id": file.artifact_id.hex(),
-        "files": [f.path or file.path.name for f in d.files],
-        "components": {name: c.config for name, c in d.components.items()},
-        "metadata": d.metadata,
-        "provenance": d.provenance,
-    }

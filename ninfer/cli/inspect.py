@@ -32,7 +32,7 @@ def body(argv: Sequence[str]) -> int:
         print(json.dumps(_plain(artifact.config), indent=2, ensure_ascii=False))
         return 0
     print(f"{artifact.display_name}  {artifact.kind}  {artifact.num_values() / 1e6:,.1f} million weights")
-    print(artifact.summary())
+    print("\n".join([*artifact.details(), artifact.summary()]))
     tokenizer = "no" if artifact.tokenizer_source is None else "a"
     print(f"{tokenizer} tokenizer, {'no' if artifact.chat_template is None else 'a'} chat template")
     names = sorted(artifact.names(), key=_natural)

@@ -30,7 +30,8 @@ Tensor = tuple[str, np.ndarray]  # dtype as the file spells it, words
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def folder(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+def folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] = CONFIG) -> Path:
+    """A Hugging Face folder; tensors in any type, which the library's writer does not know all of."""
     path.mkdir()
     header, at, data = dict[str, Any](), 0, b""
     for name, (dtype, x) in tensors.items():
@@ -39,7 +40,7 @@ def folder(path: Path, tensors: Mapping[str, Tensor]) -> Path:
         at, data = at + len(raw), data + raw
     text = json.dumps(header).encode()
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

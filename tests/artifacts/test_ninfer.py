@@ -82,6 +82,20 @@ def test_rows_of_an_object_are_a_parameter(tmp_path: Path) -> None:
     assert artifact.model_id == "example"
 
 
+def test_components_that_are_not_run_are_kept_and_told(tmp_path: Path) -> None:
+    new = example()
+    components = {**new.components, "vision": {"config": {"depth": 2}, "target": "text"}}
+    bindings = {**new.bindings, "vision/merger/fc1": {"object": "w.q"}}
+    path = whole(tmp_path, NewArtifact(components, new.objects, bindings, new.uses, {}, {"recipe": "q4"}))
+    artifact = open_artifact(path)
+    assert not [n for n in artifact.names() if "vision" in n]
+    assert "components text; kept and not used: vision" in artifact.details() and "recipe 'q4'" in artifact.details()
+    alone = {"ngram": {"config": {}}}
+    write_artifact(NewArtifact(alone, new.objects, {}, [], {}, {}), tmp_path / "table.ninfer")
+    with pytest.raises(ArtifactError, match="holds an n-gram table alone"):
+        open_artifact(tmp_path / "table.ninfer")
+
+
 def test_opening_maps_and_whole_objects_are_views(tmp_path: Path) -> None:
     new = example()
     new.bindings["text/layers/0/mlp/up"] = {"object": "big"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from artifacts.test_hf_quant import folder
 from checkpoints import DATA, oracle, part, runner, tiny_qwen35_folder
 from drawn import checkpoint
 from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
@@ -19,7 +20,7 @@ from ninfer.artifacts.convert import make_plan
 from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.ninfer_write import check_written, write_artifact
 from ninfer.artifacts.quantize import quantize
-from ninfer.artifacts.recipes import recipe
+from ninfer.artifacts.recipes import DENSE, RECIPES, Recipe, recipe
 from ninfer.artifacts.synthetic import SyntheticArtifact, shapes_of
 from ninfer.cli.convert import body
 from ninfer.config import EngineConfig
@@ -142,6 +143,50 @@ def test_ternary_weights_and_their_rotation_pass_through(tmp_path: Path) -> None
     config = EngineConfig(model=str(out), max_context=256, kv_dtype="f32", device="cpu", prefill_chunk=256)
     scorer = loading.load_scorer(config, "logits", tokenizer_needed=False)[0]
     np.testing.assert_allclose(outputs(scorer, [part(ids)]), want, rtol=0, atol=2e-2 * np.abs(want).max())
+
+
+def test_nvfp4_matrices_of_a_folder_run_and_pass_through(tmp_path: Path) -> None:
+    """gate and up in NVFP4, as compressed-tensors writes them; the other matrices stay in bf16."""
+    source = open_artifact(DATA / "qwen3_5_dense_hd256")
+    fmt, tensors = by_name("nvfp4"), dict[str, tuple[str, NDArray[Any]]]()
+    for name in source.names():
+        p = source.get(name)
+        if not name.endswith(("mlp.gate_proj.weight", "mlp.up_proj.weight")) or name.startswith("mtp."):
+            kinds = {"bf16": ("BF16", "<u2"), "f32": ("F32", "<f4")}
+            dtype, words = kinds[p.format.name]
+            tensors[name] = dtype, p.raw.view(words).reshape(p.shape)
+            continue
+        fields = fmt.fields(fmt.pack(p.f32()), p.shape)
+        tensors[f"{name}_packed"] = "U8", fields["words"]
+        tensors[f"{name}_scale"] = "F8_E4M3", fields["scale"]
+        tensors[f"{name}_global_scale"] = "F32", np.ascontiguousarray(fields["divisor"][:1]).view("<f4").reshape(1)
+    quantised = folder(tmp_path / "nvfp4", tensors, source.config)
+    ids = oracle("llama")["input_ids"][:24]
+    want = runner(quantised).outputs([part(ids)])["logits"]
+    np.testing.assert_allclose(logits(quantised)[:24], want, rtol=0, atol=1e-4)
+    assert np.array_equal(logits(converted(tmp_path, quantised, "quantized")), logits(quantised))
+    out = converted(tmp_path, DATA / "qwen3_5_dense_hd256", "qwen3_6_27b_nvfp4", "--source", f"quantized={quantised}")
+    result = open_artifact(out)
+    for n in ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+        assert np.array_equal(result.get(n).raw, open_artifact(quantised).get(n).raw)
+    assert result.info("lm_head.weight").format is by_name("q8_g32")
+
+
+@pytest.mark.parametrize("chosen", [r for r in RECIPES if DENSE in r.models and not r.sources], ids=lambda r: r.name)
+def test_dense_recipes_of_the_table(tmp_path: Path, chosen: Recipe) -> None:
+    """On a checkpoint of the family: the formats that each module gets, and logits near those of the checkpoint."""
+    model = DATA / "qwen3_5_dense_hd256"
+    out = converted(tmp_path, model, chosen.name, "--components", "text,mtp")
+    artifact = open_artifact(out)
+    found = {
+        n: artifact.info(f"model.layers.0.{n}").format.name for n in ("mlp.gate_proj.weight", "mlp.down_proj.weight")
+    }
+    gate = "q6_g64" if chosen.name == "qwen3_8_27b_q6" else "q4_g64"
+    assert found == {"mlp.gate_proj.weight": gate, "mlp.down_proj.weight": "q5_g64"}
+    head = "q6_g64" if chosen.name == "qwen3_6_27b" else "q8_g32"
+    assert artifact.info("lm_head.weight").format.name == artifact.info("model.embed_tokens.weight").format.name == head
+    assert artifact.info("mtp.fc.weight").format.name == "q8_g32"
+    assert np.corrcoef(logits(out).ravel(), logits(model).ravel())[0, 1] > 0.95
 
 
 def test_the_moe_recipe_packs_experts_and_its_mtp_block(tmp_path: Path) -> None:
