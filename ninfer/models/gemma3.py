@@ -11,8 +11,8 @@ from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import KVFormat
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
-from ninfer.ir.ops.elementwise import add
 from ninfer.ir.ops.embed import embed
+from ninfer.ir.ops.join import join_norms
 from ninfer.ir.ops.linear import linear
 from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.types import TensorType
@@ -55,14 +55,17 @@ class Gemma3Spec(ModelSpec):
         }
         embedding = w.matrix("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
         x = embed(g, g.step["tokens"], embedding, scale=sqrt(self.hidden_size))
+        with g.layer(0):
+            h = self._norm(g, w, "model.layers.0.input_layernorm.weight", x)
         for i, kind in enumerate(self.layer_types):
             with g.layer(i):
                 p = f"model.layers.{i}."
-                h = self._attention(g, w, p, i, self._norm(g, w, f"{p}input_layernorm.weight", x), freqs[kind], kv)
-                x = add(g, x, self._norm(g, w, f"{p}post_attention_layernorm.weight", h))
-                h = self._norm(g, w, f"{p}pre_feedforward_layernorm.weight", x)
+                h = self._attention(g, w, p, i, h, freqs[kind], kv)
+                x, h = self._join(g, w, x, h, f"{p}post_attention", f"{p}pre_feedforward")
                 h = geglu(g, w, f"{p}mlp.", h, hidden=self.hidden_size, inner=self.intermediate_size)
-                x = add(g, x, self._norm(g, w, f"{p}post_feedforward_layernorm.weight", h))
+                last = i + 1 == self.num_layers
+                after = None if last else f"model.layers.{i + 1}.input"
+                x, h = self._join(g, w, x, h, f"{p}post_feedforward", after)
         norm = w.vector("model.norm.weight", self.hidden_size)
         head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
         rows = 0 if rounds is None else rounds.hidden_rows
@@ -79,6 +82,12 @@ class Gemma3Spec(ModelSpec):
             cap=self.cap,
         )
         return g
+
+    def _join(self, g: Graph, w: Stored, x: Value, h: Value, before: str, after: str | None) -> tuple[Value, Value]:
+        """x + norm(h), and its norm for what follows. before, after: names of the norms; None: nothing follows."""
+        weight, *following = (w.vector(f"{n}_layernorm.weight", self.hidden_size) for n in (before, after) if n)
+        y = join_norms(g, x, [(h, weight)], eps=self.eps, offset=self.norm_offset, following=following)
+        return y[0], y[-1]
 
     def _norm(self, g: Graph, w: Stored, name: str, x: Value, size: int | None = None) -> Value:
         return rms_norm(g, x, w.vector(name, size or self.hidden_size), eps=self.eps, offset=self.norm_offset)

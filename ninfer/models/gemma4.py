@@ -16,9 +16,9 @@ from ninfer.errors import UsageError
 from ninfer.formats.kv import KVFormat
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
-from ninfer.ir.ops.elementwise import add
 from ninfer.ir.ops.embed import embed
 from ninfer.ir.ops.experts import expert_glu, expert_sum, pick_experts
+from ninfer.ir.ops.join import join_norms
 from ninfer.ir.ops.linear import linear
 from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.types import TensorType
@@ -67,13 +67,11 @@ class Gemma4Spec(ModelSpec):
         w = Stored(g, info)
         embedding = w.matrix("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
         x = embed(g, g.step["tokens"], embedding, scale=sqrt(self.hidden_size))
+        with g.layer(0):
+            h = self._norm(g, w, "model.layers.0.input_layernorm.weight", x)
         for i, kind in enumerate(self.kinds):
             with g.layer(i):
-                p = f"model.layers.{i}."
-                h = self._attention(g, w, p, i, kind, self._norm(g, w, f"{p}input_layernorm.weight", x), kv)
-                x = add(g, x, self._norm(g, w, f"{p}post_attention_layernorm.weight", h))
-                h = self._norm(g, w, f"{p}post_feedforward_layernorm.weight", self._feed_forward(g, w, p, x))
-                x = add(g, x, h, w.vector(f"{p}layer_scalar", 1))
+                x, h = self._layer(g, w, i, kind, x, h, kv)
         norm = w.vector("model.norm.weight", self.hidden_size)
         head = embedding if self.tied else w.matrix("lm_head.weight", self.vocab_size, self.hidden_size)
         rows = 0 if rounds is None else rounds.hidden_rows
@@ -81,6 +79,32 @@ class Gemma4Spec(ModelSpec):
             g, x, norm, head, eps=self.eps, offset=0.0, mode=mode, domain=self.domain, hidden_rows=rows, cap=self.cap
         )
         return g
+
+    def _layer(self, g: Graph, w: Stored, i: int, kind: Heads, x: Value, h: Value, kv: KVFormat) -> tuple[Value, Value]:
+        """x: the residual; h: its norm. Returns both of the next layer; after the last there is no norm to make."""
+        p, m, hidden = f"model.layers.{i}.", self.mixture, self.hidden_size
+
+        def weight(name: str) -> Value:
+            return w.vector(f"{p}{name}", hidden)
+
+        h = self._attention(g, w, p, i, kind, h, kv)
+        following = [weight("pre_feedforward_layernorm.weight")]
+        if m is not None:
+            following += [weight("router.scale"), weight("pre_feedforward_layernorm_2.weight")]
+        after = (h, weight("post_attention_layernorm.weight"))
+        x, h, *more = join_norms(g, x, [after], eps=self.eps, following=following)
+        h = geglu(g, w, f"{p}mlp.", h, hidden=hidden, inner=self.intermediate_size)
+        outer = weight("post_feedforward_layernorm.weight")
+        branches = [(h, outer)]
+        if m is not None:
+            experts = self._experts(g, w, p, m, *more)
+            first, second = (weight(f"post_feedforward_layernorm_{n}.weight") for n in (1, 2))
+            branches = [(h, first), (experts, second)]
+        last = i + 1 == self.num_layers
+        following = [] if last else [w.vector(f"model.layers.{i + 1}.input_layernorm.weight", hidden)]
+        scale = w.vector(f"{p}layer_scalar", 1)
+        x, *rest = join_norms(g, x, branches, eps=self.eps, outer=outer, scale=scale, following=following)
+        return x, rest[0] if rest else x
 
     def _norm(self, g: Graph, w: Stored, name: str, x: Value, size: int | None = None) -> Value:
         return rms_norm(g, x, w.vector(name, size or self.hidden_size), eps=self.eps)
@@ -107,23 +131,15 @@ class Gemma4Spec(ModelSpec):
         (y,) = linear(g, y, w.matrix(f"{p}o_proj.weight", self.hidden_size, widths["q"]))
         return y
 
-    def _feed_forward(self, g: Graph, w: Stored, p: str, x: Value) -> Value:
-        """The dense MLP, and the experts beside it; their router reads the residual itself."""
-        hidden, m = self.hidden_size, self.mixture
-        h = self._norm(g, w, f"{p}pre_feedforward_layernorm.weight", x)
-        dense = geglu(g, w, f"{p}mlp.", h, hidden=hidden, inner=self.intermediate_size)
-        if m is None:
-            return dense
-        dense = self._norm(g, w, f"{p}post_feedforward_layernorm_1.weight", dense)
-        read = self._norm(g, w, f"{p}router.scale", x)
+    def _experts(self, g: Graph, w: Stored, p: str, m: MoeShape, read: Value, h: Value) -> Value:
+        """read: the residual as the router has it; h: as the experts have it."""
+        hidden = self.hidden_size
         (router,) = linear(g, read, w.matrix(f"{p}router.proj.weight", m.experts, hidden))
         each = w.vector(f"{p}router.per_expert_scale", m.experts)
         picks = pick_experts(g, router, m.top_k, factor=hidden**-0.5, scale=each)
-        h = self._norm(g, w, f"{p}pre_feedforward_layernorm_2.weight", x)
         table, e = places(g, m.experts), f"{p}experts."
         h = expert_glu(g, h, picks[0], table, glu_stacks(w, e, m, hidden), inner=m.inner, act="gelu_tanh")
-        h = expert_sum(g, h, picks, table, down_stack(w, e, m, hidden), outer=hidden, residual=None)
-        return add(g, dense, self._norm(g, w, f"{p}post_feedforward_layernorm_2.weight", h))
+        return expert_sum(g, h, picks, table, down_stack(w, e, m, hidden), outer=hidden, residual=None)
 
 
 def _const(g: Graph, name: str, array: Any) -> Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ninfer.ir.ops.join import JoinNorms
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -40,4 +41,25 @@ GATED_RMS_NORM = Route(
     numerics="f32",
 )
 
-ROUTES: tuple[Route[Any], ...] = (RMS_NORM, GATED_RMS_NORM)
+
+def _join_context(op: JoinNorms, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    n = types[0].shape[1]
+    nexts = (len(types) - op.num_before - 1) // 2  # a weight and an output for each
+    return {"n": n, "nexts": nexts, "first_out": 1 + op.num_before + nexts}
+
+
+def _join_geometry(op: JoinNorms, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return by_elements(types[0], env)
+
+
+JOIN_NORMS = Route(
+    name="join_norms.cpu",
+    op=JoinNorms,
+    device="cpu",
+    template="cpu/join_norms.cpp.j2",
+    geometry=_join_geometry,
+    context=_join_context,
+    numerics="f32",
+)
+
+ROUTES: tuple[Route[Any], ...] = (RMS_NORM, GATED_RMS_NORM, JOIN_NORMS)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from ninfer.formats.quant import align_up
 from ninfer.ir.op import Op
+from ninfer.ir.ops.join import JoinNorms
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.types import Env, Types
+from ninfer.routes.render import c_float
 from ninfer.routes.route import Geometry, Route, Tuning
 
 WARP_RUN = 512  # values that one warp holds
@@ -59,4 +62,38 @@ GATED_RMS_NORM = Route(
     numerics="cuda.norm",
 )
 
-ROUTES: tuple[Route[Any], ...] = (RMS_NORM, GATED_RMS_NORM)
+
+def _join_threads(types: Types) -> int:
+    n = types[0].shape[1]
+    assert isinstance(n, int)
+    return min(1024, max(32, align_up(-(-n // 4), 32)))
+
+
+def _join_context(op: JoinNorms, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    nexts = (len(types) - op.num_before - 1) // 2  # a weight and an output for each
+    names = ["x", "a", "w", *(("b", "v", "outer") if op.two else ()), *(("factor",) if op.scaled else ())]
+    inputs = [f"const f32* {name}" for name in (*names, *(f"u{i}" for i in range(nexts)))]
+    return {
+        "n": types[0].shape[1],
+        "nexts": nexts,
+        "threads": _join_threads(types),
+        "parameters": ", ".join([*inputs, *(f"f32* y{i}" for i in range(nexts + 1))]),
+        "plus": f" + {c_float(op.offset)}" if op.offset else "",
+    }
+
+
+def _join_geometry(op: JoinNorms, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((types[0].concrete(env)[0], 1, 1), _join_threads(types))
+
+
+JOIN_NORMS = Route(
+    name="join_norms.cuda",
+    op=JoinNorms,
+    device="cuda",
+    template="cuda/join_norms.cu.j2",
+    geometry=_join_geometry,
+    context=_join_context,
+    numerics="cuda.norm",
+)
+
+ROUTES: tuple[Route[Any], ...] = (RMS_NORM, GATED_RMS_NORM, JOIN_NORMS)

@@ -20,6 +20,7 @@ from ninfer.cli.convert import main as convert
 from ninfer.config import EngineConfig
 from ninfer.formats.quant import by_name
 from ninfer.ir.ops.experts import PickExperts
+from ninfer.ir.ops.join import JoinNorms
 from ninfer.models.family import Rounds
 from ninfer.runtime import load as loading
 
@@ -107,7 +108,7 @@ def test_weights_of_gemmas_router_are_those_of_its_description(models: Mapping[s
     hidden: list[Any] = []
 
     def keep(node: Any, results: tuple[Any, ...]) -> None:
-        if node.op.key == "add" and node.layer == 0 and len(node.args) == 2:
+        if isinstance(node.op, JoinNorms) and node.layer == 0:
             hidden.append(results[0])  # the residual after attention comes first
         if isinstance(node.op, PickExperts) and node.layer == 0:
             seen.extend(results)

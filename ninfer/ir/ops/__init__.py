@@ -8,6 +8,7 @@ from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMu
 from ninfer.ir.ops.embed import Embed, TakeRows
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.ops.hadamard import Hadamard
+from ninfer.ir.ops.join import JoinNorms
 from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
@@ -36,6 +37,7 @@ OPS = OpTable(
         ExpertGlu,
         ExpertSum,
         Hadamard,
+        JoinNorms,
         TakeHeads,
         CausalConvSilu,
         GatedDelta,
