@@ -132,6 +132,7 @@ FUSED_DELTA = Route(
     geometry=_fused_geometry,
     context=_fused_context,
     refuse=_fused_refuse,
+    widths=(1, 64),  # it goes token by token; wider chunks take the chunked route
     numerics="cuda",
 )
 FUSED_DELTA_PEEK = Route(

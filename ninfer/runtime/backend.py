@@ -40,8 +40,7 @@ from ninfer.runtime.weights import bind_weights
 Report = Callable[[str, str], None]
 Progress = Callable[[str, int, int], None]  # what, done, total
 
-FUSED_WIDTH = 32  # rows up to which a GPU's plans are fused: wider steps are bound by arithmetic
-CODES_WIDTH = 32  # rows up to which 8-bit codes pass between a GPU's kernels
+CODES_WIDTH = 32  # rows up to which 8-bit codes pass between a GPU's kernels; wider steps are bound by arithmetic
 
 
 @frozen(kw_only=True)
@@ -63,11 +62,11 @@ class Backend:
         return self.info.kind != "cpu"
 
     def graph(self, graph: Graph, env: Env) -> Graph:
-        """The graph as this device runs it at a width: fused on GPUs where few rows leave launches to count.
+        """The graph as this device runs it at a width: fused on GPUs, as far as there are routes.
 
         Fused kernels round activations; under --deterministic every width runs the same unfused routes.
         """
-        if not self.is_gpu or self.deterministic or env.rows > FUSED_WIDTH:
+        if not self.is_gpu or self.deterministic:
             return graph
 
         def accepts(op: Op, types: Types) -> bool:
