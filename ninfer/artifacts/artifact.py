@@ -98,6 +98,10 @@ class Artifact(ABC):
     def get(self, name: str) -> Parameter:
         """Raises ArtifactError naming the parameter and the file."""
 
+    def drafter(self, name: str) -> Artifact | None:
+        """A drafter that the file carries beside its model."""
+        return None
+
     def details(self) -> tuple[str, ...]:
         """Lines about the container, for people."""
         return ()

@@ -19,6 +19,7 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, TensorInfo, TokenizerFiles
+from ninfer.artifacts.drafters import DRAFTERS, drafter_map, stored_drafter_config
 from ninfer.artifacts.logical import Tensor, flat, is_tabled, part_name, stored_config, tensor_map
 from ninfer.artifacts.ninfer_formats import names_of
 from ninfer.artifacts.quantize import keeps
@@ -29,7 +30,7 @@ from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 
 F32_PARTS = re.compile(r".*/gdn/(a_log|dt_bias)|.*(A_log|dt_bias)")
 RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-COMPONENTS = ("text", "mtp")
+COMPONENTS = ("text", "mtp", *DRAFTERS)
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 _SKIPPED = re.compile(r"model\.visual\.|visual\.|vision_tower\.|multi_modal_projector\.")
 Index = NDArray[np.intp] | slice  # rows of the source tensor
@@ -70,6 +71,7 @@ class Plan:
     vectors: tuple[Matrix, ...]
     tensors: Mapping[str, Tensor]
     resources: Mapping[str, bytes]
+    drafters: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]  # config, and what metadata notes
     name: str
     sources: Mapping[str, str]
 
@@ -123,7 +125,7 @@ def make_plan(
         raise UsageError(f"--recipe: {recipe.name} is for {' or '.join(recipe.models)} models; this one is {kind!r}")
     map_config = {**config, **stored_config(config), "mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 0)}
     table = tensor_map(map_config)
-    order = [*sources.values(), base]
+    order = [*(s for n, s in sources.items() if n not in DRAFTERS), base]
     matrices, vectors, extra = list[Matrix](), list[Matrix](), list[str]()
     for tensor_name in _all_names(order):
         component = "mtp" if tensor_name.startswith("mtp.") else "text"
@@ -143,6 +145,20 @@ def make_plan(
         raise ArtifactError(
             f"{base.path}: {len(extra)} tensors have no place in a {kind} model: {', '.join(extra[:5])}"
         )
+    drafters = {}
+    for component in [c for c in components if c in DRAFTERS]:
+        if component not in sources:
+            raise UsageError(f"--components: {component} requires its drafter; provide --source {component}=PATH")
+        source = sources[component]
+        drafters[component] = (stored_drafter_config(component, source.config), {"is_causal": _causal(source.config)})
+        own = drafter_map(component, source.config)
+        table |= own
+        for name_ in source.names():
+            tensor = own.get(f"{component}.{name_}")
+            if tensor is None:
+                raise ArtifactError(f"{source.path}: tensor {name_!r} has no place in a {component} drafter")
+            made = list(_objects(recipe, source, name_, tensor))
+            (matrices if made[0].policy else vectors).extend(made)
     if "mtp" in components and not any(m.tensor.startswith("mtp.") for m in matrices):
         raise UsageError("--components: the sources have no MTP block (tensors mtp.*)")
     return Plan(
@@ -153,9 +169,15 @@ def make_plan(
         tuple(vectors),
         table,
         _resources(base, resources or {}),
+        drafters,
         name,
         {"base": str(base.path.name), **{n: str(s.path.name) for n, s in sources.items()}},
     )
+
+
+def _causal(config: Mapping[str, Any]) -> bool | None:
+    value = config.get("is_causal", (config.get("dflash_config") or {}).get("causal"))
+    return value if isinstance(value, bool) else None
 
 
 def _check_sources(recipe: Recipe, sources: Mapping[str, Artifact]) -> None:
@@ -175,7 +197,9 @@ def _is_kept(name: str, tensor: Tensor) -> bool:
 
 def _is_vector(name: str, info: TensorInfo, tensor: Tensor) -> bool:
     """Whether the values are kept: vectors, convolutions, small matrices of the checkpoint's own names."""
-    return tensor.how == "taps" or len(info.shape) < 2 or (info.format.is_plain and _is_kept(name, tensor))
+    rank, own = len(info.shape), tensor.parts[0].endswith(f"/{name}")
+    whole = rank < 2 or (rank > 2 and tensor.how == "whole" and not own)
+    return tensor.how == "taps" or whole or (info.format.is_plain and _is_kept(name, tensor))
 
 
 def _objects(recipe: Recipe, source: Artifact, name: str, tensor: Tensor) -> Iterator[Matrix]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ninfer.artifacts.artifact import Parameter
 from ninfer.artifacts.convert import Matrix, Plan, vector_values
+from ninfer.artifacts.drafters import context_aliases
 from ninfer.artifacts.logical import EMBEDDING, EMBEDDING_ROWS, Tensor, inputs_of, is_tabled
 from ninfer.artifacts.names import tiled_columns
 from ninfer.artifacts.ninfer_formats import CONTIGUOUS, names_of
@@ -38,12 +39,15 @@ def to_artifact(plan: Plan) -> NewArtifact:
             span = {"object": m.id, "range": [at * k, (at + rows) * k]}
             bindings[part] = {"object": m.id} if whole else {"parts": [span]}
             at += rows
+            aliases = list(context_aliases(part)) if part.startswith(tuple(plan.drafters)) and plan.drafters else []
+            bindings |= dict.fromkeys(aliases, bindings[part])
             if m.policy:
                 auxiliaries = more.of(m)
                 inputs = inputs_of(part, plan.components)
                 if part == EMBEDDING and "hadamard_signs" in auxiliaries:
                     inputs = (EMBEDDING_ROWS,)  # its rows are rotated back
                 uses += [_use(part, i, m.policy, auxiliaries) for i in inputs]
+                uses += [_use(a, i, m.policy, auxiliaries) for a in aliases for i in inputs_of(a)]
     objects += more.objects
     if "text/output_head" not in bindings and "text/token_embedding" in bindings:
         bindings["text/output_head"] = bindings["text/token_embedding"]
@@ -54,7 +58,10 @@ def to_artifact(plan: Plan) -> NewArtifact:
     if "mtp" in plan.components:
         arch = "Qwen3_5MoeMTP" if "num_experts" in plan.config else "Qwen3_5MTP"
         components["mtp"] = {"config": {"architectures": [arch]}, "target": "text"}
-    metadata = {"name": plan.name, "shapes": plan.plain_shapes()}
+    for component, (config, _) in plan.drafters.items():
+        components[component] = {"config": config, "target": "text"}
+    notes = {component: note for component, (_, note) in plan.drafters.items()}
+    metadata = {"name": plan.name, "drafters": notes, "shapes": plan.plain_shapes()}
     provenance = {"converter": "ninfer-v3", "recipe": plan.recipe.name, "sources": dict(plan.sources)}
     return NewArtifact(components, objects, bindings, uses, metadata, provenance)
 

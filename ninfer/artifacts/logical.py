@@ -140,6 +140,8 @@ def inputs_of(part: str, components: tuple[str, ...] = ("text",)) -> tuple[str, 
         return tuple(f"{c}/final_hidden" for c in components if c in ("text", "mtp", "dflash", "dflash2"))
     if part == "mtp/input_projection":
         return ("mtp/stem_input",)
+    if part.startswith(("dflash/", "dflash2/")):
+        return (_drafter_input(part),)
     head, _, rest = part.partition("/layers/")
     index, _, rest = rest.partition("/")
     if not rest:
@@ -150,6 +152,23 @@ def inputs_of(part: str, components: tuple[str, ...] = ("text",)) -> tuple[str, 
     if rest.startswith("moe/experts/"):
         return (layer + (rest.rsplit("/", 1)[0] + "/product" if rest.endswith("/down") else "ffn_input"),)
     return (layer + ("ffn_input" if rest in _FFN else "mixer_input"),)
+
+
+def _drafter_input(part: str) -> str:
+    component, _, rest = part.partition("/")
+    if rest == "feature_projection":
+        return f"{component}/target_features"
+    if rest.startswith("candidate_selector/"):
+        return f"{component}/final_hidden"
+    _, index, block, name = rest.split("/", 3)
+    layer = f"{component}/layers/{index}/"
+    if name.startswith("context_"):
+        return f"{component}/context_input"
+    if block == "mlp":
+        return layer + ("mlp/product" if name == "down" else "ffn_input")
+    if block == "attention":
+        return layer + ("attention/product" if name == "output" else "query_projection_input")
+    return f"{layer}{block}_input"
 
 
 # Config

@@ -18,6 +18,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, TokenizerFiles
+from ninfer.artifacts.drafters import DRAFTERS, Drafter, drafter_map
 from ninfer.artifacts.logical import GATE_UP, PLAIN, Tensor, checkpoint_config, inputs_of, part_name, tensor_map
 from ninfer.artifacts.names import tiled_columns
 from ninfer.artifacts.ninfer_directory import Piece, Use, parse_json
@@ -87,6 +88,13 @@ class NinferArtifact(Artifact):
     def model_id(self) -> str:
         return self.display_name
 
+    def drafter(self, name: str) -> Artifact | None:
+        if name not in self.components or name not in DRAFTERS:
+            return None
+        notes = self.file.directory.metadata.get("drafters")
+        note = notes.get(name) if isinstance(notes, Mapping) else None
+        return Drafter(self, name, self.components[name].config, note if isinstance(note, Mapping) else {})
+
     def details(self) -> tuple[str, ...]:
         d = self.file.directory
         other = [c for c in self.components if c not in SERVED]
@@ -138,6 +146,10 @@ class NinferArtifact(Artifact):
                 raise self._error(f"bindings has {present[0]!r} but not {absent!r}: the file is incomplete")
             found[name] = tensor
             covered.update(present)
+        for component in DRAFTERS:
+            if component in self.components:
+                own = drafter_map(component, self.components[component].config)
+                found |= {n: t for n, t in own.items() if t.parts[0] in bindings}
         for name in [n for n in found if n.endswith(GATE_UP)]:
             # either name makes the model read the banks as they lie
             banks = [name.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")]

@@ -45,10 +45,12 @@ class Recipe:
 
 EMBEDDING, HEAD = "text/token_embedding", "text/output_head"
 _PLAIN_EMBEDDING = r"text/model\.embed_tokens\.weight|text/lm_head\.weight"
-_BF16 = Rule(
-    r".*/gdn/[ab]_projection|.*/moe/(router|shared_score)|text/model\..*(router|mlp\.gate)\..*", "bf16", "A16Only"
+_DIRECT = (
+    r".*/gdn/[ab]_projection|.*/moe/(router|shared_score)|text/model\..*(router|mlp\.gate)\..*"
+    r"|dflash2?/.*(kernel_projection|hidden_projection|codebook)"
 )
-_MTP = Rule(r"mtp/.*", "q8_g32")
+_BF16 = Rule(_DIRECT, "bf16", "A16Only")
+_MTP = Rule(r"(mtp|dflash2?)/.*", "q8_g32")
 _FIRST = r".*/attention/(query|key)|.*/gdn/(query|key)|.*/mlp/(gate|up)"
 _PLAIN_FIRST = r"text/model\..*\.(q_proj|k_proj|gate_proj|up_proj)\.weight"
 
@@ -62,8 +64,8 @@ def _mixed(
 ) -> Recipe:
     """Queries, keys, gate and up in q4, the rest in q5.   inner: of gate and up, where they are not q4."""
     rules = (
-        _MTP,
         _BF16,
+        _MTP,
         Rule(f"{EMBEDDING}|{_PLAIN_EMBEDDING}", embedding),
         Rule(HEAD, head),
         *((Rule(r".*/mlp/(gate|up)", inner),) if inner else ()),
@@ -94,7 +96,7 @@ RECIPES: tuple[Recipe, ...] = (
            (Rule(r".*/gdn/[ab]_projection", "bf16", "A16Only"), _KEEP_ALL), (DENSE,), ("gguf",)),
     *(
         Recipe(f"{name}_nvfp4", f"{about}: NVFP4 weights of --source quantized=DIR, embedding and head in q8",
-               (_MTP, _BF16, Rule(f"{EMBEDDING}|{HEAD}", "q8_g32"), *rest, Rule(r".*", KEEP, "AllowA4", "bf16")),
+               (_BF16, _MTP, Rule(f"{EMBEDDING}|{HEAD}", "q8_g32"), *rest, Rule(r".*", KEEP, "AllowA4", "bf16")),
                (kind,), ("quantized",))
         for name, about, kind, rest in (
             ("qwen3_6_27b", "Qwen3.6-27B", DENSE, ()),
@@ -103,17 +105,17 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe("qwen3_8_27b_nvfp4",
            "Qwen3.8-27B: NVFP4 and FP8 weights of --source quantized=DIR, other matrices in FP8",
-           (_MTP, _BF16, Rule(r".*", KEEP, "AllowA4", "fp8_e4m3fn_row_bf16")), (DENSE,), ("quantized",)),
+           (_BF16, _MTP, Rule(r".*", KEEP, "AllowA4", "fp8_e4m3fn_row_bf16")), (DENSE,), ("quantized",)),
     Recipe("gemma4_gguf", "Gemma 4: blocks of --source gguf=FILE (QAT Q4_0) as they are", (_KEEP_ALL,),
            ("gemma4_text", "gemma4"), ("gguf",)),
     Recipe("bonsai2_27b_ternary", "Ternary Bonsai 2 27B: --source ternary=GGUF (PQ2_0) as t2_g128",
-           (_MTP, _BF16, Rule(r".*", "t2_g128")), (DENSE,), ("ternary",)),
+           (_BF16, _MTP, Rule(r".*", "t2_g128")), (DENSE,), ("ternary",)),
     Recipe(
         "qwen3_6_35b_a3b",
         "Qwen3.6-35B-A3B: experts in q4/q5 (down of layers 34, 38, 39 in q6), other matrices in q8, head in q6",
         (
-            _MTP,
             _BF16,
+            _MTP,
             Rule(EMBEDDING, "q8_g32"),
             Rule(HEAD, "q6_g64"),
             Rule(r".*/moe/experts/\d+/(gate|up)", "q4_g64"),

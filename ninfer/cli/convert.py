@@ -35,7 +35,7 @@ class ConvertConfig:
     source: tuple[str, ...] = flag(
         "further weights, which go before those of --model; may be repeated", text, value="NAME=PATH", default=()
     )
-    components: str = flag("comma list of text, mtp", text, value="LIST", default="text")
+    components: str = flag("comma list of text, mtp, dflash, dflash2", text, value="LIST", default="text")
     resource: tuple[str, ...] = flag(
         "a file in place of the model's, as chat_template.jinja=PATH; may be repeated", text, value="ROLE=PATH",
         default=(),
@@ -164,8 +164,8 @@ def _module(part: str, policy: str) -> str:
         "self_attn": "attention", "/gdn/": "delta", "linear_attn": "delta", "expert": "experts",
         "/moe/": "experts", "mlp": "mlp",
     }  # fmt: skip
-    if part.startswith("mtp"):
-        return "mtp"
+    if part.startswith(("mtp", "dflash")):
+        return part.split("/", 1)[0]
     return next((module for word, module in words.items() if word in part), "other")
 
 

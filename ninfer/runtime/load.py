@@ -95,6 +95,7 @@ class Loaded:
 def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_needed: bool = True) -> Model:
     """Find the file, open it, know its family. Raises ArtifactError or UsageError."""
     artifact = _open_artifact(config)
+    carried = artifact.drafter(config.spec)
     family, spec = identify(artifact.config)
     tokenizer = None
     if tokenizer_needed or artifact.tokenizer_source is not None:
@@ -105,9 +106,9 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
     report("model", f"{family.name}  {spec.summary}")
     report("weights", artifact.summary())
     kv = kv_by_name(config.kv_dtype)
-    if config.draft_model is None:
+    beside = carried if config.draft_model is None else open_artifact(config.draft_model)
+    if beside is None:
         return Model(artifact, family, spec, kv, tokenizer)
-    beside = open_artifact(config.draft_model)
     drafter = dflash.parse(beside.config)
     drafter.check(spec)
     report("drafter", f"{drafter.name}  {drafter.num_layers} layers of {drafter.hidden_size}  {beside.summary()}")

@@ -20,8 +20,10 @@ COMMANDS = re.findall(r"`(ninfer-convert --model [^`]+)`", PAGE)
 def test_a_command_fits_its_recipe(command: str) -> None:
     config = parse(ConvertConfig, shlex.split(command)[1:], prog="ninfer-convert", description="", version="0")
     assert config.recipe is not None and config.out is not None and config.out.suffix == ".ninfer"
-    assert set(_pairs("--source", config.source)) == set(recipe(config.recipe).sources)
-    assert "text" in _components(config.components)
+    components = _components(config.components)
+    needed = {*recipe(config.recipe).sources, *(c for c in components if c.startswith("dflash"))}
+    assert set(_pairs("--source", config.source)) == needed
+    assert "text" in components
 
 
 def test_every_recipe_has_its_place_on_the_page() -> None:

@@ -11,6 +11,7 @@ import pytest
 from artifacts.test_hf_quant import folder
 from checkpoints import DATA, oracle, part, runner, tiny_qwen35_folder
 from drawn import checkpoint
+from drawn_drafter import drafter_checkpoint
 from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 from numpy.typing import NDArray
 
@@ -18,6 +19,7 @@ from models.test_compiled import outputs
 from ninfer.artifacts import Artifact, open_artifact
 from ninfer.artifacts.convert import make_plan
 from ninfer.artifacts.convert_objects import to_artifact
+from ninfer.artifacts.ninfer_artifact import NinferArtifact
 from ninfer.artifacts.ninfer_write import check_written, write_artifact
 from ninfer.artifacts.quantize import quantize
 from ninfer.artifacts.recipes import DENSE, RECIPES, Recipe, recipe
@@ -26,6 +28,7 @@ from ninfer.cli.convert import body
 from ninfer.config import EngineConfig
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
+from ninfer.models import dflash
 from ninfer.runtime import load as loading
 
 MODELS = ("llama", "qwen3_5_dense", "qwen3_5_dense_hd256")
@@ -187,6 +190,34 @@ def test_dense_recipes_of_the_table(tmp_path: Path, chosen: Recipe) -> None:
     assert artifact.info("lm_head.weight").format.name == artifact.info("model.embed_tokens.weight").format.name == head
     assert artifact.info("mtp.fc.weight").format.name == "q8_g32"
     assert np.corrcoef(logits(out).ravel(), logits(model).ravel())[0, 1] > 0.95
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_a_drafter_is_a_component_of_its_models_file(tmp_path: Path, name: str) -> None:
+    target = checkpoint(DATA / "qwen3_5_moe", tmp_path / "moe") if name == "dflash" else DATA / "qwen3_5_dense"
+    drafter = drafter_checkpoint(DATA / name, tmp_path / name)
+    more = ("--source", f"{name}={drafter}", "--components", f"text,{name}")
+    direct, result = open_artifact(drafter), open_artifact(converted(tmp_path, target, "bf16", *more))
+    own = result.drafter(name)
+    assert own is not None and result.drafter("mtp") is None and open_artifact(target).drafter(name) is None
+    assert dflash.parse(own.config) == dflash.parse(direct.config)
+    assert set(own.names()) == set(direct.names())
+    for n in direct.names():
+        assert own.info(n).shape == direct.info(n).shape
+        assert np.array_equal(own.get(n).f32(), direct.get(n).f32()), n
+    assert isinstance(result, NinferArtifact)
+    key = f"{name}/layers/0/attention/"
+    bindings = result.file.directory.bindings
+    assert bindings[f"{key}context_key"] == bindings[f"{key}key"]
+    packed = open_artifact(converted(tmp_path, target, "q8", *more)).drafter(name)
+    assert packed is not None and packed.info("layers.0.mlp.up_proj.weight").format is by_name("q8_g32")
+    plain = open_artifact(converted(tmp_path, target, "q5")).drafter(name)
+    assert plain is None
+    other = "dflash2" if name == "dflash" else "dflash"
+    with pytest.raises(ArtifactError, match=f"--source {other}: its config says"):
+        converted(tmp_path, target, "q6", "--source", f"{other}={drafter}", "--components", f"text,{other}")
+    with pytest.raises(UsageError, match=f"{name} requires its drafter; provide --source {name}=PATH"):
+        converted(tmp_path, target, "q6", "--components", f"text,{name}")
 
 
 def test_the_moe_recipe_packs_experts_and_its_mtp_block(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from ninfer.artifacts import open_artifact
 from ninfer.artifacts.beside import Beside
+from ninfer.cli.convert import body as convert
 from ninfer.config import EngineConfig
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import by_name
@@ -186,6 +187,23 @@ def test_drafts_never_change_a_text(tmp_path: Path, name: str, drafts: int) -> N
             assert [t.id for d in got[r.id] for t in d.tokens] == alone
         stats = drafted.stats().drafts
     assert stats is not None and stats.num_accepted > 20
+
+
+def test_a_drafter_in_the_models_own_file(tmp_path: Path) -> None:
+    folder = comma_drafter(tmp_path / "drafter", "dflash2")
+    out = tmp_path / "both.ninfer"
+    argv = ["--model", str(TINY_GGUF), "--recipe", "gguf", "--components", "text,dflash2", "--out", str(out)]
+    assert convert([*argv, "--source", f"dflash2={folder}"]) == 0
+    case = tiny_cases()[3]
+    request = GenerateRequest(
+        id="0", prompt_ids=tuple(case["prompt_ids"]), sampling=Sampling(temperature=0), max_tokens=40
+    )
+    with engine(model=str(out), spec="dflash2", draft_tokens=7, ngram_draft_tokens=0) as drafted:
+        got = [t.id for d in drive(drafted, [request])["0"] for t in d.tokens]
+        stats = drafted.stats().drafts
+    with engine() as plain:
+        assert got == [t.id for d in drive(plain, [request])["0"] for t in d.tokens]
+    assert stats is not None and stats.num_accepted > 0
 
 
 def test_a_drafter_of_another_kind_or_model_is_one_line(tmp_path: Path, folders: Mapping[str, Path]) -> None:
