@@ -55,13 +55,9 @@ class Rows:
 
 @frozen
 class WeightSpec:
-    """How a weight value is made from stored parameters: row pieces, stacked. A vector is one piece.
-
-    transform: a name of models/transforms.py applied to the decoded values of a vector, e.g. `one_plus`.
-    """
+    """How a weight value is made from stored parameters: row pieces, stacked. A vector is one piece."""
 
     pieces: tuple[Rows, ...]
-    transform: str | None = None
 
 
 @frozen(eq=False)

@@ -213,7 +213,9 @@ def _flash_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Map
 
 
 SPLIT_TUNINGS: tuple[Tuning, ...] = tuple(
-    {"warps": warps, "splits": splits} for warps, splits in ((4, 64), (4, 32), (8, 32), (4, 128), (8, 64))
+    # 33 and 66 splits of four KV heads are as many blocks as 132 multiprocessors hold
+    {"warps": warps, "splits": splits}
+    for warps, splits in ((4, 64), (4, 32), (8, 32), (4, 128), (8, 64), (8, 33), (4, 66))
 )
 
 ROPE = Route(

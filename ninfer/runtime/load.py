@@ -251,7 +251,7 @@ def calibrate_model(
 def _typical_step(width: int, limits: Limits) -> list[SeqRows]:
     """A round of `width` sequences with some context, or one prefill chunk where there are not so many slots."""
     draw = Draw(sampling=Sampling(temperature=0.7), seed=1)
-    context = min(512, limits.context_len // 2)
+    context = min(16384, limits.context_len // 2)  # where how attention is split matters
     if width <= limits.max_seqs:
         return [SeqRows(slot=i, kv_len=context, tokens=(5,), generated=True, draw=draw) for i in range(width)]
     tokens = tuple(range(3, 3 + width))
