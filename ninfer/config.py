@@ -134,6 +134,9 @@ class EngineConfig:
     decode_rounds_per_prefill: int = flag(
         "decode rounds after each prefill chunk while others generate; 0: a round per 64 tokens", whole(), default=0
     )
+    rope_yarn: float | None = flag(
+        "stretch the model's window by this factor with YaRN, e.g. 4 for 1,048,576 of 262,144", real(1, 32), value="F"
+    )
     kv_dtype: str = flag("how the KV cache is stored", value="FORMAT", default="bf16")
     kv_capacity: int | None = flag("tokens that the KV pages of all sequences hold, or auto (auto)", tokens_or_auto)
     no_prefix_reuse: bool = flag("compute every prompt anew", default=False)
@@ -145,6 +148,8 @@ class EngineConfig:
     device: str = flag("cpu, cpu-numpy (no compiler), cuda, cuda:N or auto", device, value="DEVICE", default="auto")
     threads: int | None = flag("processor threads of the cpu device (all cores)", whole(1, 1024))
     quantize: str | None = flag("convert dense weights to this format while loading", value="FORMAT")
+    embedding_q4: bool = flag("convert the embedding to q4_g64 while loading", default=False)
+    lm_head_q6: bool = flag("convert the head to q6_g64 while loading", default=False)
     format: str | None = flag("weight format of a synthetic model", value="FORMAT")
     spec: str = flag("who drafts tokens ahead of the model", choices=SPECS, default="none")
     draft_model: Path | None = flag("the drafter of --spec dflash or dflash2: a folder", Path, value="PATH")

@@ -103,6 +103,9 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
         spec = spec.with_domain(tokenizer.vocab_size)
     if config.quantize:
         artifact = quantize(artifact, config.quantize)
+    artifact = _recoded(artifact, spec, config)
+    if config.rope_yarn is not None:
+        spec = spec.with_yarn(config.rope_yarn)
     report("model", f"{family.name}  {spec.summary}")
     report("weights", artifact.summary())
     kv = kv_by_name(config.kv_dtype)
@@ -113,6 +116,17 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
     drafter.check(spec)
     report("drafter", f"{drafter.name}  {drafter.num_layers} layers of {drafter.hidden_size}  {beside.summary()}")
     return Model(Beside(artifact, beside, dflash.PREFIX), family, spec, kv, tokenizer, drafter)
+
+
+def _recoded(artifact: Artifact, spec: ModelSpec, config: EngineConfig) -> Artifact:
+    """--embedding-q4, --lm-head-q6.   Raises UsageError where a tied head has no weights of its own."""
+    if config.embedding_q4:
+        artifact = quantize(artifact, "q4_g64", keep=lambda name: name != "model.embed_tokens.weight")
+    if config.lm_head_q6:
+        if spec.tied:
+            raise UsageError("--lm-head-q6: this model's head is its embedding; use --embedding-q4, or leave both out")
+        artifact = quantize(artifact, "q6_g64", keep=lambda name: name != "lm_head.weight")
+    return artifact
 
 
 def _open_artifact(config: EngineConfig) -> Artifact:
@@ -187,16 +201,15 @@ def _fingerprint(model: Model, config: EngineConfig) -> str:
     path = model.artifact.path
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    return fingerprint(
-        {
-            "path": path,
-            "files": stats,
-            "kv": model.kv.name,
-            "weights": config.quantize,
-            "rope": model.spec,
-            "drafter": (config.spec, config.draft_model),
-        }
-    )
+    facts = {
+        "path": path,
+        "files": stats,
+        "kv": model.kv.name,
+        "weights": (config.quantize, config.embedding_q4, config.lm_head_q6),
+        "spec": model.spec,
+        "drafter": (config.spec, config.draft_model),
+    }
+    return fingerprint(facts)
 
 
 def load_scorer(

@@ -129,6 +129,25 @@ def test_a_kv_format_that_does_not_fit_the_heads_is_refused_with_numbers() -> No
         load_scorer(config, tokenizer_needed=False)
 
 
+def test_yarn_stretches_the_window() -> None:
+    plain = open_model(EngineConfig(model=str(TINY_GGUF)))
+    model = open_model(EngineConfig(model=str(TINY_GGUF), rope_yarn=4))
+    assert model.spec.context_len == 4 * plain.spec.context_len and model.spec.rope.kind == "yarn"
+    with pytest.raises(UsageError, match=r"--rope-yarn: '0.5' is not a number from 1 to 32"):
+        EngineConfig(model=str(TINY_GGUF), rope_yarn=0.5)
+
+
+def test_embedding_and_head_have_formats_of_their_own() -> None:
+    embedding = open_model(EngineConfig(model=str(TINY_GGUF), embedding_q4=True)).artifact
+    assert embedding.info("model.embed_tokens.weight").format.name == "q4_g64"
+    other = "model.layers.0.mlp.down_proj.weight"
+    assert embedding.info(other).format is open_model(EngineConfig(model=str(TINY_GGUF))).artifact.info(other).format
+    with pytest.raises(UsageError, match="--lm-head-q6: this model's head is its embedding; use --embedding-q4"):
+        open_model(EngineConfig(model=str(TINY_GGUF), lm_head_q6=True))
+    head = open_model(EngineConfig(model="synthetic:llama-8b", lm_head_q6=True), tokenizer_needed=False).artifact
+    assert head.info("lm_head.weight").format.name == "q6_g64"
+
+
 def test_a_folder_without_a_tokenizer_is_refused() -> None:
     from ninfer.errors import ArtifactError
 
