@@ -33,7 +33,7 @@ def test_a_line_and_a_row_for_each_format(
     assert [(p["kv_dtype"], p["bytes_per_token"]) for p in points] == [("bf16", 2048), ("rk4v4", 560)]
     assert all(p["decode_tokens_per_s"] > 0 and p["scored_tokens"] > 500 for p in points)
     bf16, rk4v4 = (p["perplexity"] for p in points)
-    assert bf16 < 3 and 0 < rk4v4 / bf16 - 1 < 0.02  # 0.0025 measured with a window of 1,024
+    assert bf16 < 3 and abs(rk4v4 / bf16 - 1) < 0.02  # -0.0008 measured, +0.0025 with a window of 1,024
     table = capsys.readouterr().out
     assert table.splitlines()[1].startswith("bf16") and "+0.00%" in table
 
