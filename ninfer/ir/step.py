@@ -36,7 +36,12 @@ USE_BIAS = 2
 USE_MASK = 4
 USE_LOGPROBS = 8
 
-# One per logit row. position: the one that the drawn token will fill (it keys the draw together with seed).
+# How the draft after a row came about, where that matters to its verification.
+PROPOSAL_DRAWN = 1  # from the distribution that its drafter left in the slot
+PROPOSAL_COPY = 2  # with certainty
+
+# One per logit row. proposal: 0, or PROPOSAL_*. position: the one that the drawn token will fill (it keys the draw
+# together with seed).
 SAMPLE_PARAMS = Record(
     "SampleParams",
     (
@@ -52,7 +57,7 @@ SAMPLE_PARAMS = Record(
         Field("position", U32),
         Field("slot", I32),
         Field("mask_row", I32),
-        Field("reserved", U32),
+        Field("proposal", U32),
     ),
 )
 

@@ -26,6 +26,7 @@ from ninfer.ir.ops.embed import embed, take_rows
 from ninfer.ir.ops.journal import argmax, concat, ring_load
 from ninfer.ir.ops.linear import linear, linear_add
 from ninfer.ir.ops.norm import rms_norm
+from ninfer.ir.ops.reject import keep_proposals
 from ninfer.ir.types import TensorType
 from ninfer.models.family import Info, ModelSpec, Rounds, Stored, mlp, tap_ring
 from ninfer.models.fields import Fields
@@ -230,7 +231,9 @@ class _Builder:
         step = g.step
         fields = (step["params"], step["tokens"], step["row_seq"], step["row_start"], step["logit_rows"])
         op = SelectDrafts(self.target.domain, s.second.count)
-        g.outputs["draft"], g.outputs["candidates"], g.outputs["q"] = g.add(op, scores, gate, *books, *fields)
+        draft, candidates, q = g.add(op, scores, gate, *books, *fields)
+        keep_proposals(g, candidates, q, s.second.count)
+        g.outputs.update(draft=draft, candidates=candidates, q=q)
 
 
 def build(spec: DFlashSpec, target: ModelSpec, info: Info, *, kv: KVFormat, mode: str, rounds: Rounds) -> Graph:

@@ -17,6 +17,7 @@ from ninfer.ir.ops.embed import take_rows
 from ninfer.ir.ops.journal import ring_state, ring_store
 from ninfer.ir.ops.linear import linear, linear_add, linear_swiglu
 from ninfer.ir.ops.norm import rms_norm
+from ninfer.ir.ops.reject import sample_rejecting
 from ninfer.ir.ops.sample import sample, score
 from ninfer.ir.types import TensorType
 from ninfer.models.fields import short
@@ -46,6 +47,7 @@ class Rounds:
     journal_rows: int
     taps: tuple[int, ...] = ()
     tap_rows: int = 0
+    candidates: int = 0  # per draft that the drafter leaves with their probabilities: "verify" rejects by them
 
 
 @frozen(kw_only=True)
@@ -262,11 +264,15 @@ def finish(
     mode: str,
     domain: int,
     hidden_rows: int = 0,
+    candidates: int = 0,
     cap: float = 0.0,
     rotation: Rotation | None = None,
 ) -> None:
-    """Norm and head on the logit rows, and what `mode` makes of the logits. hidden_rows: of the drafter's ring; cap:
-    logits become cap * tanh(logits / cap), 0: they stay; rotation: of the head's input."""
+    """Norm and head on the logit rows, and what `mode` makes of the logits.
+
+    hidden_rows: of the drafter's ring; candidates: that a "verify" rejects by; cap: logits become cap * tanh(logits /
+    cap), 0: they stay; rotation: of the head's input.
+    """
     if hidden_rows:
         hidden = rms_norm(g, x, norm, eps=eps, offset=offset)
         ring_store(g, hidden, hidden_ring(g, width_of(hidden), hidden_rows))
@@ -279,6 +285,8 @@ def finish(
     if cap:
         logits = soft_cap(g, logits, cap)
     match mode:
+        case "verify" if candidates:
+            sample_rejecting(g, logits, domain=domain, count=candidates)
         case "sample" | "verify":
             sample(g, logits, domain=domain)
         case "score":

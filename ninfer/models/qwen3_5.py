@@ -107,6 +107,7 @@ class Qwen35Spec(ModelSpec):
             mode=mode,
             domain=self.domain,
             hidden_rows=0 if rounds is None else rounds.hidden_rows,
+            candidates=0 if rounds is None else rounds.candidates,
             rotation=self.rotation,
         )
         return g

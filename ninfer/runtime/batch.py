@@ -41,7 +41,8 @@ class SeqRows:
 
     generated: these tokens were sampled (they count for penalties as such), else they are prompt.
     draw None: a prefill chunk that is not the last: no logits. num_draws: of the last rows, each is drawn after; more
-    than one in rounds of drafts, whose rows are the token drawn last and the drafts.
+    than one in rounds of drafts, whose rows are the token drawn last and the drafts. proposal: how
+    the drafts came about, as in ir/step.py.
     """
 
     slot: int
@@ -50,6 +51,7 @@ class SeqRows:
     generated: bool
     draw: Draw | None
     num_draws: int = 1
+    proposal: int = 0
 
 
 @frozen

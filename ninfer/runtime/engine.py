@@ -425,11 +425,15 @@ class Engine:
             generated=generated,
             draw=draw,
             num_draws=1 + len(drafts),
+            proposal=0 if self.speculation is None else self.speculation.proposal(seq),
         )
 
     def _set_masks(self, slot: int, mask: TokenMask, drafts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """A mask for each draw, those after drafts included. Returns the drafts that the grammar allows, and whether
-        any draw is masked."""
+        """A mask for each draw, those after drafts included.
+
+        Returns the drafts up to the first that the grammar refuses, and whether any draw is masked. The refused one is
+        left out, unless verification must see what was drawn.
+        """
         masks: list[NDArray[np.int32]] = []
         any_masked = False
         for i in range(1 + len(drafts)):
@@ -441,9 +445,13 @@ class Engine:
                 break
         if len(masks) > 1:
             mask.rollback(len(masks) - 1)
+        count = len(masks) - 1
+        if count < len(drafts) and self.speculation is not None and self.speculation.rejects:
+            masks.append(np.full_like(masks[0], -1))  # what is drawn after it is thrown away
+            count += 1
         for i, words in enumerate(masks if any_masked else ()):
             self.runner.set_mask(slot, words, i)
-        return drafts[: len(masks) - 1], any_masked
+        return drafts[:count], any_masked
 
     def _commit_or_fail(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> int:
         if seq.phase is Phase.DONE:

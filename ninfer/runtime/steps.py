@@ -57,6 +57,7 @@ def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header:
             step["logit_rows"][num_logits] = row
             position = seq.kv_len + n - seq.num_draws + i + 1
             uses = _write_params(params[num_logits], seq.draw, seq.slot, position, i)
+            params[num_logits]["proposal"] = seq.proposal if i + 1 < seq.num_draws else 0  # no draft behind the last
             flags |= (FLAG_COUNTS if uses & USE_PENALTIES else 0) | (FLAG_LOGPROBS if uses & USE_LOGPROBS else 0)
             num_logits += 1
     header["rows"], header["seqs"], header["logit_rows"], header["flags"] = at, len(seqs), num_logits, flags

@@ -17,11 +17,12 @@ from ninfer.ir.ops import OPS
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope, page_views
 from ninfer.ir.ops.block import BLOCK_OPS
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.ops.reject import REJECT_OPS
 from ninfer.ir.ops.sample import Sample, adjusted, draw, kept
 from ninfer.ir.step import PROMPT_BIT, SAMPLE_PARAMS, USE_BIAS, USE_MASK, USE_PENALTIES
 from ninfer.ir.types import Array, TensorType
 
-ALL = tuple(dict.fromkeys((*OPS.ops, *BLOCK_OPS)))
+ALL = tuple(dict.fromkeys((*OPS.ops, *BLOCK_OPS, *REJECT_OPS)))
 CASES = [pytest.param(case, id=f"{snake(op.__name__)}-{case.name}") for op in ALL for case in op.cases()]
 
 

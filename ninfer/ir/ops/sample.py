@@ -251,8 +251,9 @@ class TokenLogprob(Op):
         yield Case(cls(990), "l3", (xt, tt), (x, t), Env(3, 3, 1), rtol=1e-5, atol=1e-5)
 
 
-def sample(g: Graph, logits: Value, *, domain: int) -> None:
-    """Add the draw to the graph, with its states; the outputs are `token`, `logprob` and `top`."""
+def sample(g: Graph, logits: Value, *, domain: int, op: Sample | None = None, more: tuple[Value, ...] = ()) -> None:
+    """Add the draw to the graph, with its states; the outputs are `token`, `logprob` and `top`.   op: another way to
+    draw, with its further arguments."""
     v = logits.type.shape[1]
     assert isinstance(v, int)
     counts = g.state("counts", TensorType((S, v), I32))
@@ -268,7 +269,7 @@ def sample(g: Graph, logits: Value, *, domain: int) -> None:
         step["kv_len"],
         counts,
     )
-    token, logprob, top = g.add(Sample(domain), logits, step["params"], counts, bias, mask)
+    token, logprob, top = g.add(op or Sample(domain), logits, step["params"], counts, bias, mask, *more)
     g.outputs.update(token=token, logprob=logprob, top=top)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import define, evolve, field
 
+from ninfer.ir.step import PROPOSAL_COPY, PROPOSAL_DRAWN
 from ninfer.runtime.batch import Drawn, SeqRows
 from ninfer.runtime.draft.drafter import Advance, Drafter, Run, Want
 from ninfer.runtime.draft.ngram import NgramDrafter
@@ -47,7 +48,8 @@ class Speculation:
 
     run_verify, run_fold: the "verify" and "fold" graphs; without a fold, verifying moves all there is to move.
     num_drafts: of `drafter` in a round; num_copied: of `copier`, whose drafts go before the drafter's. width: chooses
-    how many of num_drafts a round has; None: all.
+    how many of num_drafts a round has; None: all. rejects: verification weighs a draft's probability against the one
+    that it was drawn with, so no draft may be left out for what it is.
     """
 
     run_verify: Run
@@ -57,6 +59,7 @@ class Speculation:
     num_drafts: int
     num_copied: int
     width: AdaptiveWidth | None = None
+    rejects: bool = False
     _survival: dict[int, Survival] = field(init=False, factory=dict)  # by slot
     _timed: tuple[int, int] | None = field(init=False, default=None)  # sequences and drafts of the round under way
     _at: list[int] = field(init=False)  # accepted drafts by their place in the round
@@ -93,13 +96,23 @@ class Speculation:
             seq.drafts, seq.copied = (), False
         if self.copier is not None:
             for seq, drafts in zip(seqs, self.copier.propose(self._wants(seqs, self.num_copied)), strict=True):
-                seq.drafts, seq.copied = before_stop(drafts, seq.request.stop_ids), bool(drafts)
+                seq.drafts, seq.copied = self._cut(drafts, seq), bool(drafts)
         rest = [seq for seq in seqs if not seq.drafts]
         if self.drafter is not None and rest:
             for seq, drafts in zip(rest, self.drafter.propose(self._wants(rest, self.num_drafts)), strict=True):
-                seq.drafts, seq.copied = before_stop(drafts, seq.request.stop_ids), False
+                seq.drafts, seq.copied = self._cut(drafts, seq), False
         uniform = seqs and not any(seq.copied for seq in seqs)
         self._timed = (len(seqs), max(len(seq.drafts) for seq in seqs)) if uniform else None
+
+    def _cut(self, drafts: tuple[int, ...], seq: Seq) -> tuple[int, ...]:
+        kept = before_stop(drafts, seq.request.stop_ids)
+        return drafts[: len(kept) + 1] if self.rejects else kept
+
+    def proposal(self, seq: Seq) -> int:
+        """How its drafts came about, for their verification."""
+        if not self.rejects or not seq.drafts:
+            return 0
+        return PROPOSAL_COPY if seq.copied else PROPOSAL_DRAWN
 
     def _wants(self, seqs: Sequence[Seq], most: int) -> list[Want]:
         return [

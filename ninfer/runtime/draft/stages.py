@@ -137,6 +137,7 @@ def plan_rounds(
         journal_rows=rows,
         taps=taps,
         tap_rows=most if taps else 0,
+        candidates=drafter.second.count if drafter is not None and drafter.second is not None else 0,
     )
     modes = ["verify", "fold", *(kind.modes if kind is not None else ())]
     graphs = {mode: build(mode, rounds) for mode in modes}
@@ -193,4 +194,13 @@ def speculation_of(plan: RoundPlan, runs: Mapping[str, Run], special: Collection
     drafter = None if plan.kind is None else plan.kind.make(runs, plan.drafter)
     copier = NgramDrafter(special, plan.min_match, beyond=plan.num_drafts) if plan.num_copied else None
     width = AdaptiveWidth(plan.num_drafts) if plan.adaptive else None
-    return Speculation(runs["verify"], runs.get("fold"), drafter, copier, plan.num_drafts, plan.num_copied, width)
+    return Speculation(
+        runs["verify"],
+        runs.get("fold"),
+        drafter,
+        copier,
+        plan.num_drafts,
+        plan.num_copied,
+        width,
+        rejects=plan.rounds.candidates > 0,
+    )
