@@ -117,3 +117,16 @@ def test_a_closed_stream_frees_its_slot(server: str) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(json.dumps(httpx.get(f"{server}/slots").json()))
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_drafts_leave_the_text_as_it_is(drafter: str) -> None:
+    prompt = "Count from 3 to 19."
+
+    def text(*more: str) -> str:
+        command = [sys.executable, "-m", "ninfer", str(TINY_GGUF), "--device", "cuda", "--deterministic"]
+        command += ["--temperature", "0.7", "--seed", "5", "--prompt", prompt, "--max-tokens", "48", *more]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert text("--spec", drafter, "--draft-tokens", "3") == text()
