@@ -51,6 +51,39 @@ def test_another_architecture_is_refused_with_the_supported_ones(changes: Mappin
 
 
 @pytest.mark.parametrize(
+    ("name", "family"),
+    [("qwen3_5_moe", "qwen3_5_moe"), ("qwen3_next", "qwen3_next"), ("gemma4_moe", "gemma4")],
+)
+def test_families_with_experts_are_told_by_their_configs(name: str, family: str) -> None:
+    found, spec = identify(config(name))
+    assert found.name == family and "of 8 experts" in spec.summary
+
+
+def gemma4(**changes: Any) -> dict[str, Any]:
+    values = config("gemma4_moe")
+    return {**values, "text_config": values["text_config"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (config("qwen3_5_moe", num_experts_per_tok=9), "num_experts_per_tok is 9, but there are 8 experts"),
+        (config("qwen3_5_moe", mlp_only_layers=[0]), "mlp_only_layers is .0., but only .. is supported: every layer"),
+        (config("qwen3_next", num_experts="absent"), "num_experts is missing"),
+        (gemma4(top_k_experts=9), "top_k_experts is 9, but there are 8 experts"),
+        (gemma4(hidden_size_per_layer_input=256), "hidden_size_per_layer_input is 256, .* embeddings per layer .E2B"),
+        (gemma4(num_kv_shared_layers=2), "num_kv_shared_layers is 2, but only 0 is supported: layers that share"),
+        (gemma4(num_global_key_value_heads=3), "num_global_key_value_heads is 3, but must divide .* 4"),
+        (gemma4(layer_types=["full_attention"]), "layer_types is .* but must be a list of 6"),
+        (gemma4(hidden_activation="relu"), "hidden_activation is 'relu', but only 'gelu_pytorch_tanh'"),
+    ],
+)
+def test_a_field_of_models_with_experts_that_cannot_work_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArtifactError, match=rf"^config[.\w]*: {message}"):
+        identify(values)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         (
