@@ -226,6 +226,11 @@ class Stored:
         self._check(name, *shape)
         return self._g.weight(name, TensorType(shape))
 
+    def row(self, name: str, n: int) -> Value:
+        """A matrix of one row as a vector, decoded to float32."""
+        self._check(name, 1, n)
+        return self._g.weight(name, TensorType((n,)))
+
     def taps(self, name: str, channels: int, taps: int) -> Value:
         """A depthwise convolution, stored [C, 1, taps] -> [C, taps], float32."""
         self._check(name, channels, 1, taps)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from attrs import frozen
 
 from ninfer.ir.graph import Graph, Rows, Value
-from ninfer.ir.ops.elementwise import gate_rows, silu_mul
+from ninfer.ir.ops.elementwise import glu_rows
 from ninfer.ir.ops.experts import expert_glu, expert_places, expert_sum, pick_experts
-from ninfer.ir.ops.linear import linear, linear_add, linear_swiglu
+from ninfer.ir.ops.linear import linear, linear_add
 from ninfer.models.family import Stored
 
 
@@ -53,15 +53,10 @@ def places(g: Graph, num: int) -> Value:
 def moe(g: Graph, w: Stored, p: str, h: Value, residual: Value, shape: MoeShape, *, hidden: int) -> Value:
     """residual + experts(h) + sigmoid(shared gate) * shared(h), as Qwen has it."""
     if shape.shared:
-        router, shared_gate = linear(
-            g,
-            h,
-            w.matrix(f"{p}gate.weight", shape.experts, hidden),
-            w.matrix(f"{p}shared_expert_gate.weight", 1, hidden),
-        )
-        gate, up = (w.matrix(f"{p}shared_expert.{n}_proj.weight", shape.shared, hidden) for n in ("gate", "up"))
-        y = linear_swiglu(g, h, gate, up) if gate.type.fmt is up.type.fmt else silu_mul(g, *linear(g, h, gate, up))
-        y = gate_rows(g, y, shared_gate)  # before the product: one number scales a row either way
+        rows = {"gate": shape.experts, "shared_expert.gate_proj": shape.shared, "shared_expert.up_proj": shape.shared}
+        router, gate, up = linear(g, h, *(w.matrix(f"{p}{name}.weight", n, hidden) for name, n in rows.items()))
+        score = w.row(f"{p}shared_expert_gate.weight", hidden)
+        y = glu_rows(g, gate, up, h, score)  # weighed before the product: one number scales a row either way
         residual = linear_add(g, y, w.matrix(f"{p}shared_expert.down_proj.weight", hidden, shape.shared), residual)
     else:
         (router,) = linear(g, h, w.matrix(f"{p}gate.weight", shape.experts, hidden))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ninfer.ir.op import Op
-from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
+from ninfer.ir.ops.elementwise import Add, GeluMul, GluRows, SigmoidMul, SiluMul, SoftCap, TakeHeads
 from ninfer.ir.ops.hadamard import Hadamard
 from ninfer.ir.types import Env, Types
 from ninfer.routes.render import c_float
@@ -51,11 +51,11 @@ def _pointwise_route(op: type[Any], name: str) -> Route[Any]:
     )
 
 
-GATE_ROWS = Route(
-    name="gate_rows.cpu",
-    op=GateRows,
+GLU_ROWS = Route(
+    name="glu_rows.cpu",
+    op=GluRows,
     device="cpu",
-    template="cpu/gate_rows.cpp.j2",
+    template="cpu/glu_rows.cpp.j2",
     geometry=_geometry,
     numerics="f32",
 )
@@ -83,7 +83,7 @@ ROUTES: tuple[Route[Any], ...] = (
     _pointwise_route(GeluMul, "gelu_mul"),
     _pointwise_route(Add, "add"),
     _pointwise_route(SoftCap, "soft_cap"),
-    GATE_ROWS,
+    GLU_ROWS,
     HADAMARD,
     TAKE_HEADS,
 )

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from ninfer.ir.op import Op
-from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
+from ninfer.ir.ops.elementwise import Add, GeluMul, GluRows, SigmoidMul, SiluMul, SoftCap, TakeHeads
 from ninfer.ir.ops.embed import TakeRows
 from ninfer.ir.ops.hadamard import Hadamard
 from ninfer.ir.types import Env, TensorType, Types
@@ -167,6 +167,18 @@ def _hadamard_context(op: Hadamard, types: Types, env: Env, tuning: Tuning) -> M
     return {"threads": _hadamard_threads(op)}
 
 
+def _row_geometry(op: GluRows, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((types[0].concrete(env)[0], 1, 1), 128)
+
+
+GLU_ROWS = Route(
+    name="glu_rows.cuda",
+    op=GluRows,
+    device="cuda",
+    template="cuda/glu_rows.cu.j2",
+    geometry=_row_geometry,
+    numerics="cuda",
+)
 HADAMARD = Route(
     name="hadamard.cuda",
     op=Hadamard,
@@ -182,7 +194,7 @@ ROUTES: tuple[Route[Any], ...] = (
     SIGMOID_MUL,
     SILU_MUL,
     _route(GeluMul, "gelu_mul", _per_value(GELU, "gate", "up")),
-    _route(GateRows, "gate_rows", _arguments(["x", "gate"], "{0} * sigmoid(gate[at / N])")),
+    GLU_ROWS,
     _route(Add, "add", _arguments(["x", "b", "scale"], "({0} + {1}) * scale[0]")),
     _route(SoftCap, "soft_cap", _arguments(["x"], "{0}")),
     HADAMARD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ninfer.ir.op import OpTable
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
-from ninfer.ir.ops.elementwise import Add, GateRows, GeluMul, SigmoidMul, SiluMul, SoftCap, TakeHeads
+from ninfer.ir.ops.elementwise import Add, GeluMul, GluRows, SigmoidMul, SiluMul, SoftCap, TakeHeads
 from ninfer.ir.ops.embed import Embed, TakeRows
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.ops.hadamard import Hadamard
@@ -30,7 +30,7 @@ OPS = OpTable(
         SigmoidMul,
         SiluMul,
         GeluMul,
-        GateRows,
+        GluRows,
         Add,
         SoftCap,
         PickExperts,

@@ -80,25 +80,33 @@ class GeluMul(Op):
 
 
 @frozen
-class GateRows(Op):
-    """y_t = x_t * sigmoid(gate_t).   x: [R, N]; gate: [R, 1] -> [R, N]."""
+class GluRows(Op):
+    """y_t = silu(gate_t) * up_t * sigmoid(h_t . w), as Qwen weighs its shared expert.
+
+    gate, up: [R, N]; h: [R, K]; w: [K] -> [R, N].
+    """
 
     def infer(self, args: Types) -> Types:
-        x, gate = args
-        is_rows(self, "x", x)
-        require(self, gate == TensorType((x.shape[0], 1)), f"gate is {gate}, not one value a row of {x}")
-        return (x,)
+        gate, up, h, w = args
+        same_shape(self, gate, up)
+        is_rows(self, "gate", gate)
+        require(self, is_rows(self, "h", h) == is_vector(self, "w", w), f"w is {w} for rows {h}")
+        require(self, h.shape[0] == gate.shape[0], f"{h} and {gate} have other rows")
+        return (gate,)
 
     def reference(self, args: Arrays) -> Arrays:
-        x, gate = map(f32_array, args)
-        return (x * sigmoid(gate),)
+        gate, up, h, w = map(f32_array, args)
+        return (silu(gate) * up * sigmoid((h @ w)[:, None]),)
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
         for n_rows in (1, 5):
-            (xt, x), (gt, gate) = cw.rows(T, n_rows, 100), cw.rows(T, n_rows, 1, seed=1, scale=3)
-            env = Env(rows=n_rows, logit_rows=1, seqs=1)
-            yield Case(cls(), f"r{n_rows}", (xt, gt), (x, gate), env, rtol=5e-6, atol=1e-7)
+            for n, k in ((100, 256), (10, 70)):
+                (gt, gate), (ut, up) = cw.rows(T, n_rows, n, scale=3), cw.rows(T, n_rows, n, seed=1)
+                (ht, h), (wt, w) = cw.rows(T, n_rows, k, seed=2), cw.vector(k, mean=0)
+                types, env = (gt, ut, ht, wt), Env(rows=n_rows, logit_rows=1, seqs=1)
+                # a sum of 256 float32 products in another order, in the exponent
+                yield Case(cls(), f"n{n}-r{n_rows}", types, (gate, up, h, w), env, rtol=3e-5, atol=1e-6)
 
 
 @frozen
@@ -193,8 +201,8 @@ def gelu_mul(g: Graph, gate: Value, up: Value) -> Value:
     return g.one(GeluMul(), gate, up)
 
 
-def gate_rows(g: Graph, x: Value, gate: Value) -> Value:
-    return g.one(GateRows(), x, gate)
+def glu_rows(g: Graph, gate: Value, up: Value, h: Value, w: Value) -> Value:
+    return g.one(GluRows(), gate, up, h, w)
 
 
 def add(g: Graph, a: Value, b: Value, scale: Value | None = None) -> Value:
