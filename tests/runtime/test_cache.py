@@ -188,7 +188,8 @@ def test_random_conversations_say_what_they_would_say_alone(seed: int) -> None:
 def compiled(**changes: object) -> Engine:
     settings = {"max_context": 1024, "device": "cpu", "prefill_chunk": 128, "max_concurrency": 2, **changes}
     engine_config = EngineConfig(model=str(TINY_GGUF), **settings)  # type: ignore[arg-type]
-    return Engine(load(engine_config).runner, engine_config)
+    loaded = load(engine_config)
+    return Engine(loaded.runner, engine_config, speculation=loaded.speculation)
 
 
 def said(e: Engine, id: str, prompt: tuple[int, ...], n: int = 24) -> tuple[list[int], list[float | None], int]:
@@ -200,10 +201,14 @@ def said(e: Engine, id: str, prompt: tuple[int, ...], n: int = 24) -> tuple[list
     return tokens(deltas), [t.logprob for d in deltas for t in d.tokens], timings.num_cached_tokens
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "rk4v4"])
-def test_a_deterministic_hit_gives_the_bits_of_a_cold_run(kv_dtype: str) -> None:
-    cold = compiled(deterministic=True, no_prefix_reuse=True, kv_dtype=kv_dtype)
-    warm = compiled(deterministic=True, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_dtype": "bf16"}, {"kv_dtype": "rk4v4"}, {"kv_dtype": "bf16", "spec": "mtp", "draft_tokens": 3}],
+    ids=["bf16", "rk4v4", "mtp"],
+)
+def test_a_deterministic_hit_gives_the_bits_of_a_cold_run(changes: dict[str, object]) -> None:
+    cold = compiled(deterministic=True, no_prefix_reuse=True, **{"kv_dtype": changes["kv_dtype"]})
+    warm = compiled(deterministic=True, **changes)
     prompt = tuple((i * i * 7 + 3 * i) % 3000 for i in range(300))
     turn, _, cached = said(warm, "a", prompt)
     assert cached == 0 and turn == said(cold, "a", prompt)[0]
@@ -233,6 +238,19 @@ def test_a_reply_is_reused_to_its_end_and_changes_little() -> None:
     assert abs(logprobs[0] - want[0]) < 2e-2  # steps of one row and of many round bf16 keys of other sums
     warm.close()
     cold.close()
+
+
+def test_drafts_go_on_after_a_hit() -> None:
+    warm = compiled(spec="mtp", draft_tokens=3)
+    prompt = tuple(range(5, 100)) * 2
+    said(warm, "a", prompt, n=40)
+    cold = warm.stats().drafts
+    _, _, cached = said(warm, "b", prompt, n=40)
+    assert cached == 128
+    after = warm.stats().drafts
+    assert cold is not None and after is not None and cold.num_accepted > 0
+    assert after.num_accepted - cold.num_accepted >= 0.7 * cold.num_accepted  # drafters have their own past too
+    warm.close()
 
 
 def test_a_restart_finds_contexts_on_disk(tmp_path: Path) -> None:
