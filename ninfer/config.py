@@ -148,6 +148,7 @@ class EngineConfig:
     device: str = flag("cpu, cpu-numpy (no compiler), cuda, cuda:N or auto", device, value="DEVICE", default="auto")
     threads: int | None = flag("processor threads of the cpu device (all cores)", whole(1, 1024))
     quantize: str | None = flag("convert dense weights to this format while loading", value="FORMAT")
+    gdn_state_fp16: bool = flag("keep recurrent states in 16 bits", default=False)
     embedding_q4: bool = flag("convert the embedding to q4_g64 while loading", default=False)
     lm_head_q6: bool = flag("convert the head to q6_g64 while loading", default=False)
     format: str | None = flag("weight format of a synthetic model", value="FORMAT")

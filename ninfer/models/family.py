@@ -95,6 +95,10 @@ class ModelSpec(ABC):
         rope = self.rope.stretched(factor, self.context_len)
         return evolve(self, rope=rope, context_len=int(self.context_len * factor))
 
+    def with_f16_state(self) -> Self:
+        """Recurrent states of 16 bits (`--gdn-state-fp16`).   Raises UsageError."""
+        raise UsageError("--gdn-state-fp16: this model has no gated delta rule; leave it out")
+
 
 @frozen
 class Family:

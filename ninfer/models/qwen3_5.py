@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ninfer.errors import ArtifactError
-from ninfer.formats.dtypes import F32
+from ninfer.formats.dtypes import F16, F32, DType
 from ninfer.formats.kv import KVFormat
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.attention import Attention, kv_state, paged_attention, rope
@@ -44,6 +44,10 @@ class Qwen35Spec(ModelSpec):
     mtp_layers: int
     tiled_out: frozenset[str]
     rotation: Rotation
+    state: DType = F32  # of the delta rule
+
+    def with_f16_state(self) -> Self:
+        return evolve(self, state=F16) if self.is_recurrent else super().with_f16_state()
 
     @property
     def summary(self) -> str:
@@ -189,7 +193,7 @@ class Qwen35Spec(ModelSpec):
         """Convolution and delta rule; peek: without moving their states."""
         hv = self.value_heads
         conv = g.state(f"conv.{layer}", TensorType((S, self.channels, self.conv_taps - 1), F32))
-        state = g.state(f"delta.{layer}", TensorType((S, hv, self.value_dim, self.key_dim), F32))
+        state = g.state(f"delta.{layer}", TensorType((S, hv, self.value_dim, self.key_dim), self.state))
         taps = w.taps(f"{p}conv1d.weight", self.channels, self.conv_taps)
         a_log, dt_bias = w.vector(f"{p}A_log", hv), w.vector(f"{p}dt_bias", hv)
         u = (conv_peek if peek else causal_conv_silu)(g, qkv, taps, conv)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from ninfer.formats.dtypes import F32
 from ninfer.ir.ops.fused import FusedDelta, FusedDeltaPeek
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
-from ninfer.ir.types import Env, Types
+from ninfer.ir.types import Env, TensorType, Types
 from ninfer.routes.route import Geometry, Route, Stage, Tuning
 
 PIECE = 32  # rows of a sequence that one block convolves
@@ -48,7 +49,13 @@ def delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Map
 CHUNK_WORDS = 2 * 32 * 32 + 4 * 32  # what the first kernel leaves for a chunk and head
 
 
+def _f32_state(state: TensorType) -> str | None:
+    return None if state.dtype is F32 else f"keeps states in f32, not {state.dtype}"
+
+
 def chunk_refuse(op: GatedDelta, types: Types) -> str | None:
+    if types[5].dtype is not F32:
+        return _f32_state(types[5])
     if op.key_dim % 16 or op.key_dim > 128 or op.value_dim % 32:
         return f"keys of {op.key_dim} and values of {op.value_dim} are not multiples of 16 up to 128, and of 32"
     return None
@@ -73,6 +80,8 @@ def chunk_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Map
 
 
 def _fused_refuse(op: FusedDelta, types: Types) -> str | None:
+    if types[7].dtype is not F32:
+        return _f32_state(types[7])
     if op.key_dim % 32 or op.value_dim % 32 or op.value_dim > 256:
         return f"heads of {op.key_dim} and {op.value_dim} values are not multiples of 32 up to 256"
     if 2 * op.key_dim + op.value_dim > 4 * op.value_dim:

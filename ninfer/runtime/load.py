@@ -106,6 +106,8 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
     artifact = _recoded(artifact, spec, config)
     if config.rope_yarn is not None:
         spec = spec.with_yarn(config.rope_yarn)
+    if config.gdn_state_fp16:
+        spec = spec.with_f16_state()
     report("model", f"{family.name}  {spec.summary}")
     report("weights", artifact.summary())
     kv = kv_by_name(config.kv_dtype)

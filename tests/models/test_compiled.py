@@ -137,6 +137,20 @@ def test_yarn_stretches_the_window() -> None:
         EngineConfig(model=str(TINY_GGUF), rope_yarn=0.5)
 
 
+def test_states_of_16_bits_take_half_the_room_and_change_little() -> None:
+    ids = list(range(5, 105))
+    nll = []
+    for half in (False, True):
+        config = EngineConfig(model=str(TINY_GGUF), max_context=256, kv_dtype="f32", device="cpu", gdn_state_fp16=half)
+        scorer, model, limits = load_scorer(config)
+        states = {n: v.type for n, v in model.graph("score").states.items() if n.startswith("delta.")}
+        assert {t.dtype.name for t in states.values()} == {"f16" if half else "f32"}
+        nll.append(score_text(scorer, limits, ids).nll)
+    assert 0 < np.abs(nll[0] - nll[1]).max() < 0.05  # 11 bits of a state, over 100 rows
+    with pytest.raises(UsageError, match="--gdn-state-fp16: this model has no gated delta rule; leave it out"):
+        open_model(EngineConfig(model="synthetic:llama-tiny", gdn_state_fp16=True), tokenizer_needed=False)
+
+
 def test_embedding_and_head_have_formats_of_their_own() -> None:
     embedding = open_model(EngineConfig(model=str(TINY_GGUF), embedding_q4=True)).artifact
     assert embedding.info("model.embed_tokens.weight").format.name == "q4_g64"

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from attrs import frozen
 
-from ninfer.formats.dtypes import F32
+from ninfer.formats.dtypes import F16, F32
 from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, Work, require, same_shape
@@ -75,7 +75,8 @@ class GatedDelta(Op):
     softplus(a + dt_bias)); beta = sigmoid(b);  S <- alpha S;  S <- S + beta (v - S k) k^T;  o = S q.
 
     u: [T, 2*Hk*dk + Hv*dv] (q | k | v, heads-major); a, b: [T, Hv]; a_log, dt_bias: [Hv];
-    state: f32 [S, Hv, dv, dk]; row_start, row_count, seq_slot, kv_len: [B] -> [T, Hv*dv].
+    state: f32 or f16 [S, Hv, dv, dk]; row_start, row_count, seq_slot, kv_len: [B] -> [T, Hv*dv].
+    An f16 state is rounded after every row, so that it does not depend on how rows are cut into steps.
     """
 
     key_heads: int
@@ -94,7 +95,8 @@ class GatedDelta(Op):
         same_shape(self, a_log, dt_bias)
         require(self, a.shape == (u.shape[0], self.value_heads), f"a is {a}, not {self.value_heads} wide")
         require(self, is_vector(self, "a_log", a_log) == self.value_heads, f"a_log is {a_log} for a {a}")
-        expected = TensorType((S, self.value_heads, self.value_dim, self.key_dim), F32)
+        dtype = F16 if state.dtype is F16 else F32
+        expected = TensorType((S, self.value_heads, self.value_dim, self.key_dim), dtype)
         require(self, state == expected, f"state is {state}, not {expected}")
         are_ints(self, SEQ_FIELDS, (B,), *seqs)
         return (TensorType((u.shape[0], self.value_heads * self.value_dim)),)
@@ -113,12 +115,13 @@ class GatedDelta(Op):
         beta = sigmoid(b)
         out = np.zeros((n, self.value_heads, self.value_dim), np.float32)
         for rows, slot, starts in _sequences(*args[6:10]):
-            s = np.zeros_like(state[slot]) if starts else state[slot].copy()
+            s = (np.zeros_like(state[slot]) if starts else state[slot]).astype(np.float32)
             for t in rows:
                 s *= alpha[t][:, None, None]
                 delta = beta[t][:, None] * (v[t] - (s @ k[t][:, :, None])[..., 0])
                 s += delta[:, :, None] * k[t][:, None, :]
                 out[t] = (s @ q[t][:, :, None])[..., 0]
+                s = s.astype(state.dtype).astype(np.float32)
             state[slot] = s
         return (out.reshape(n, -1),)
 
@@ -129,15 +132,17 @@ class GatedDelta(Op):
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
-        for hk, hv, dk, dv in ((2, 4, 32, 32), (1, 2, 128, 128)):
+        for hk, hv, dk, dv, dtype in ((2, 4, 32, 32, F32), (1, 2, 128, 128, F32), (1, 2, 128, 128, F16)):
             ut, u = cw.rows(T, 9, 2 * hk * dk + hv * dv)
             (at, a), (bt, b) = cw.rows(T, 9, hv, seed=1), cw.rows(T, 9, hv, seed=2)
             (lt, a_log), (dt, dt_bias) = cw.vector(hv, seed=4, mean=0.3), cw.vector(hv, seed=5, mean=-1)
-            state = (cw.rng(3).standard_normal((4, hv, dv, dk)) * 0.3).astype(np.float32)
-            types = (ut, at, bt, lt, dt, TensorType((S, hv, dv, dk), F32), *_seq_types())
+            state = (cw.rng(3).standard_normal((4, hv, dv, dk)) * 0.3).astype(dtype.numpy)
+            types = (ut, at, bt, lt, dt, TensorType((S, hv, dv, dk), dtype), *_seq_types())
             arrays = (u, a, b, a_log, dt_bias, state, *_seq_arrays())
-            # 5 steps of a recurrence over sums of 128 float32 products
-            yield Case(cls(hk, hv, dk, dv), f"h{hk}-{hv}-d{dk}", types, arrays, Env(9, 1, 3, slots=4), 5e-5, 1e-5)
+            # 5 steps of a recurrence over sums of 128 float32 products; f16 may fall to the neighbour
+            name = f"h{hk}-{hv}-d{dk}{'-f16' if dtype is F16 else ''}"
+            rtol, atol = (2e-3, 1e-3) if dtype is F16 else (5e-5, 1e-5)
+            yield Case(cls(hk, hv, dk, dv), name, types, arrays, Env(9, 1, 3, slots=4), rtol, atol)
 
 
 def _seq_types() -> Types:
