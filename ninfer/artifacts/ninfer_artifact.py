@@ -19,9 +19,18 @@ from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, TokenizerFiles
 from ninfer.artifacts.drafters import DRAFTERS, Drafter, drafter_map
-from ninfer.artifacts.logical import GATE_UP, PLAIN, Tensor, checkpoint_config, inputs_of, part_name, tensor_map
+from ninfer.artifacts.logical import (
+    EMBEDDING_ROWS,
+    GATE_UP,
+    PLAIN,
+    Tensor,
+    checkpoint_config,
+    inputs_of,
+    part_name,
+    tensor_map,
+)
 from ninfer.artifacts.names import tiled_columns
-from ninfer.artifacts.ninfer_directory import Piece, Use, parse_json
+from ninfer.artifacts.ninfer_directory import POLICIES, Piece, Use, parse_json
 from ninfer.artifacts.ninfer_formats import check_words, format_of
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
@@ -300,9 +309,11 @@ class NinferArtifact(Artifact):
 
     def policy(self, name: str) -> str:
         """Of a checkpoint tensor: A16Only, AllowA8 or AllowA4; the strictest of its uses."""
-        order = ("A16Only", "AllowA8", "AllowA4")
-        found = [u.policy or order[0] for p in self._tensor(name).parts for u in self._uses.get(p, ())]
-        return min(found, key=order.index, default=order[0])
+        uses = [u for p in self._tensor(name).parts for u in self._uses.get(p, ())]
+        for use in uses:
+            if use.policy is None:
+                raise self._error(f"use of {use.parameter!r} with input {use.input!r} states no activation_policy")
+        return min((u.policy or "" for u in uses), key=POLICIES.index, default=POLICIES[0])
 
     def divisors(self, name: str) -> tuple[float, ...]:
         uses = [u for p in self._tensor(name).parts for u in self._uses.get(p, ())]
@@ -337,7 +348,7 @@ class NinferArtifact(Artifact):
                     self._check_columns(use)
                     tiled.append(names[use.parameter])
                 if "hadamard_signs" in use.auxiliaries and use.parameter in names:
-                    rotated[names[use.parameter]] = self._words(use, "hadamard_signs", "bf16")
+                    self._add_signs(rotated, names[use.parameter], use)
         found: dict[str, Any] = {}
         if tiled:
             found["gdn_tiled_out_columns"] = tuple(tiled)
@@ -348,6 +359,16 @@ class NinferArtifact(Artifact):
         if rotated:
             found["hadamard_signs"] = rotated
         return found
+
+    def _add_signs(self, rotated: dict[str, NDArray[Any]], name: str, use: Use) -> None:
+        known = (*inputs_of(use.parameter, tuple(self.components)), EMBEDDING_ROWS)
+        signs = self._words(use, "hadamard_signs", "bf16")
+        if use.input not in known:
+            raise self._error(f"use of {use.parameter!r} rotates the input {use.input!r}, which is not supported; "
+                              f"supported are {', '.join(known)}")  # fmt: skip
+        if name in rotated and not np.array_equal(rotated[name], signs):
+            raise self._error(f"uses of {use.parameter!r} rotate its inputs by different signs, which is not supported")
+        rotated[name] = signs
 
     def _check_columns(self, use: Use) -> None:
         index = self._words(use, "input_columns", "int32")

@@ -41,6 +41,10 @@ class QuantizedArtifact(Artifact):
         self.generation_config, self.chat_template = source.generation_config, source.chat_template
         self.tokenizer_source, self.display_name = source.tokenizer_source, source.display_name
 
+    @property
+    def model_id(self) -> str:
+        return self._source.model_id
+
     def names(self) -> tuple[str, ...]:
         return self._source.names()
 
@@ -51,7 +55,7 @@ class QuantizedArtifact(Artifact):
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return TensorInfo(info.shape, self._format) if self._is_packed(name, info) else info
+        return TensorInfo(info.shape, self._format, info.parts) if self._is_packed(name, info) else info
 
     def get(self, name: str) -> Parameter:
         p = self._source.get(name)

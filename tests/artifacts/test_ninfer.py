@@ -82,6 +82,33 @@ def test_rows_of_an_object_are_a_parameter(tmp_path: Path) -> None:
     assert artifact.model_id == "example"
 
 
+SIGNS: dict[str, tuple[str, str, str | None]] = {  # parameter, input, message
+    "of a product": ("text/layers/0/attention/query", "text/layers/0/mixer_input", None),
+    "of another input": ("text/layers/0/attention/query", "text/layers/0/mlp/product", "rotates the input .*product'"),
+    "of columns": ("text/layers/0/attention/key", "text/layers/0/mixer_input", "permutes its input columns"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_uses_that_cannot_be_honoured_are_refused(tmp_path: Path, name: str) -> None:
+    parameter, input, message = SIGNS[name]
+    new, role = example(), "input_columns" if name == "of columns" else "hadamard_signs"
+    words = np.arange(128, dtype="<i4") if role == "input_columns" else np.full(128, 0x3F80, "<u2")
+    aux = raw_object("a.0", words.tobytes(), shape=(128,), format="int32" if words.dtype == "<i4" else "bf16",
+                     layout="contiguous_le_v1")  # fmt: skip
+    use = {"parameter": parameter, "input": input, "auxiliaries": {role: {"object": "a.0"}}}
+    path = whole(tmp_path, NewArtifact(new.components, [*new.objects, aux], new.bindings, [use], {}, {}))
+    if message is None:
+        artifact = open_artifact(path)
+        assert artifact.config["hadamard_signs"].keys() == {"model.layers.0.self_attn.q_proj.weight"}
+        assert isinstance(artifact, NinferArtifact)
+        with pytest.raises(ArtifactError, match="states no activation_policy"):
+            artifact.policy("model.layers.0.self_attn.q_proj.weight")
+        return
+    with pytest.raises(ArtifactError, match=message):
+        open_artifact(path)
+
+
 def test_components_that_are_not_run_are_kept_and_told(tmp_path: Path) -> None:
     new = example()
     components = {**new.components, "vision": {"config": {"depth": 2}, "target": "text"}}

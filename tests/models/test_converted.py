@@ -308,3 +308,8 @@ def test_quantise_at_load_still_reads_ninfer_files(tmp_path: Path) -> None:
     artifact: Artifact = open_artifact(converted(tmp_path, DATA / "llama", "bf16"))
     packed = quantize(artifact, "q8_g32").get("model.layers.0.mlp.up_proj.weight")
     assert packed.format is by_name("q8_g32")
+    mixed = converted(tmp_path, DATA / "qwen3_5_dense_hd256", "q4q5")  # tensors in parts of several formats
+    got, want = logits(mixed, quantize="q8_g32"), logits(mixed)
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+    config = EngineConfig(model=str(mixed), quantize="q8_g32")
+    assert loading.open_model(config, tokenizer_needed=False).artifact.model_id == "qwen3_5_dense_hd256"
