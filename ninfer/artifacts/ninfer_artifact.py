@@ -155,6 +155,10 @@ class NinferArtifact(Artifact):
                 raise self._error(f"bindings has {present[0]!r} but not {absent!r}: the file is incomplete")
             found[name] = tensor
             covered.update(present)
+        head, embedding = (found.get(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+        if self.config.get("tie_word_embeddings") and head is not None and embedding is not None:
+            if self._pieces(head) == self._pieces(embedding):
+                del found["lm_head.weight"]  # as in a checkpoint; the same bytes are not counted twice
         for component in DRAFTERS:
             if component in self.components:
                 own = drafter_map(component, self.components[component].config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def converted(tmp_path: Path, model: Path, recipe: str, *more: str) -> Path:
 def test_bf16_conversion_changes_no_logit(tmp_path: Path, name: str) -> None:
     out = converted(tmp_path, DATA / name, "bf16")
     assert np.array_equal(logits(out), logits(DATA / name))
+    source, result = open_artifact(DATA / name), open_artifact(out)
+    assert result.num_values() == sum(prod(source.info(n).shape) for n in source.names() if not n.startswith("mtp."))
 
 
 @pytest.mark.parametrize(
