@@ -15,28 +15,26 @@ from typing import Any
 
 import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, TokenizerFiles
 from ninfer.artifacts.drafters import DRAFTERS, Drafter, drafter_map
 from ninfer.artifacts.logical import (
-    EMBEDDING_ROWS,
     GATE_UP,
     PLAIN,
     Tensor,
     checkpoint_config,
-    inputs_of,
     part_name,
     tensor_map,
 )
-from ninfer.artifacts.names import tiled_columns
-from ninfer.artifacts.ninfer_directory import POLICIES, Piece, Use, parse_json
-from ninfer.artifacts.ninfer_formats import check_words, format_of
+from ninfer.artifacts.ninfer_directory import Piece, parse_json
+from ninfer.artifacts.ninfer_formats import format_of
+from ninfer.artifacts.ninfer_uses import Uses
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
 from ninfer.formats.bits import U8Array
 from ninfer.formats.quant import FloatFormat, QuantFormat, nvfp4
 
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
 SERVED = ("text", "mtp", "dflash", "dflash2")  # components whose parameters are offered
 
 
@@ -75,10 +73,8 @@ class NinferArtifact(Artifact):
         text = self.components["text"]
         self.config: dict[str, Any] = checkpoint_config(text.config, "mtp" in self.components)
         self._tensors = self._find_tensors()
-        self._uses: dict[str, list[Use]] = {}
-        for use in directory.uses:
-            self._uses.setdefault(use.parameter, []).append(use)
-        self.config |= self._input_columns()
+        self._uses = Uses(self.file, tuple(c for c in self.components if c in SERVED))
+        self.config |= self._inputs()
         self.generation_config = self._json("generation_config.json")
         self.chat_template = self._template()
         tokenizer = self.resource("tokenizer.json")
@@ -146,6 +142,11 @@ class NinferArtifact(Artifact):
         """Checkpoint names, from the bindings that are there."""
         bindings = self.file.directory.bindings
         found, covered = dict[str, Tensor](), set[str]()
+        layers, experts = (self.config.get(n) for n in ("num_hidden_layers", "num_experts"))
+        counts = [v for v in (layers, experts) if type(v) is int]
+        if prod(counts) > len(bindings):
+            raise self._error(f"components.text.config has {' layers of '.join(map(str, counts))}, but there are "
+                              f"{len(bindings)} bindings: the file is damaged")  # fmt: skip
         for name, tensor in tensor_map(self.config).items():
             present = [p for p in tensor.parts if p in bindings]
             if not present or tensor.how == "expert":
@@ -155,10 +156,10 @@ class NinferArtifact(Artifact):
                 raise self._error(f"bindings has {present[0]!r} but not {absent!r}: the file is incomplete")
             found[name] = tensor
             covered.update(present)
-        head, embedding = (found.get(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
-        if self.config.get("tie_word_embeddings") and head is not None and embedding is not None:
-            if self._pieces(head) == self._pieces(embedding):
-                del found["lm_head.weight"]  # as in a checkpoint; the same bytes are not counted twice
+        head, embedding = (found.get(n) for n in ("lm_head.weight", EMBEDDING_TENSOR))
+        both = None if head is None or embedding is None else (self._pieces(head), self._pieces(embedding))
+        if self.config.get("tie_word_embeddings") and both is not None and both[0] == both[1]:
+            del found["lm_head.weight"]  # as in a checkpoint; the same bytes are not counted twice
         for component in DRAFTERS:
             if component in self.components:
                 own = drafter_map(component, self.components[component].config)
@@ -174,6 +175,22 @@ class NinferArtifact(Artifact):
             if part not in covered and component in PLAIN and "/" not in name:
                 found[name] = Tensor((part,))
         return found
+
+    def _inputs(self) -> dict[str, Any]:
+        """What the uses ask of activations, as config: rotations by name, and the tiled order that readers know."""
+        names = {p: n for n, t in self._tensors.items() for p in t.parts}
+        embedding = self._tensors.get(EMBEDDING_TENSOR)
+        if embedding is not None:
+            names.setdefault("text/output_head", EMBEDDING_TENSOR)  # tied
+        found: dict[str, Any] = {}
+        tiled, rotated = self._uses.tiled(names, self.config), self._uses.rotated(names)
+        if tiled:
+            found["gdn_tiled_out_columns"] = tiled
+        # Published files have no use of the embedding that could say so: ternary rows are in the basis of the head's.
+        head = rotated.get("lm_head.weight")
+        if head is not None and embedding is not None and self._stored(embedding)[0].format.name == "t2_g128":
+            rotated.setdefault(EMBEDDING_TENSOR, head)
+        return found | ({"hadamard_signs": rotated} if rotated else {})
 
     @cached_property
     def _names(self) -> dict[str, Tensor]:
@@ -309,79 +326,12 @@ class NinferArtifact(Artifact):
             starts += heads * rows
         return fmt.gather_rows(raw, shape, np.concatenate(index, axis=1).reshape(-1))
 
-    # uses
-
     def policy(self, name: str) -> str:
         """Of a checkpoint tensor: A16Only, AllowA8 or AllowA4; the strictest of its uses."""
-        uses = [u for p in self._tensor(name).parts for u in self._uses.get(p, ())]
-        for use in uses:
-            if use.policy is None:
-                raise self._error(f"use of {use.parameter!r} with input {use.input!r} states no activation_policy")
-        return min((u.policy or "" for u in uses), key=POLICIES.index, default=POLICIES[0])
+        return self._uses.policy(self._tensor(name))
 
     def divisors(self, name: str) -> tuple[float, ...]:
-        uses = [u for p in self._tensor(name).parts for u in self._uses.get(p, ())]
-        found = [self._scalar(u) for u in uses if "activation_input_divisor" in u.auxiliaries]
-        return tuple(dict.fromkeys(found))
-
-    def _scalar(self, use: Use) -> float:
-        values = self._words(use, "activation_input_divisor", "fp32")
-        if values.size != 1 or not 0 < values[0] < np.inf:
-            raise self._error(f"use of {use.parameter!r}: activation_input_divisor is not one positive number")
-        return float(values[0])
-
-    def _words(self, use: Use, role: str, format: str) -> NDArray[Any]:
-        pieces = use.auxiliaries[role]
-        dtype = {"fp32": "<f4", "int32": "<i4", "bf16": "<u2"}[format]
-        found = []
-        for piece in pieces:
-            o = self.file.directory.objects[piece.object]
-            check_words(o, format, str(self.path))
-            found.append(self.file.read(o.offset, o.nbytes, o.where).view(dtype)[piece.begin : piece.end])
-        return np.concatenate(found)
-
-    def _input_columns(self) -> Mapping[str, Any]:
-        """What the uses ask of activations, as config: rotations by name, and the tiled order that readers know."""
-        tiled, rotated = [], dict[str, NDArray[Any]]()
-        names = {p: n for n, t in self._tensors.items() for p in t.parts}
-        for uses in self._uses.values():
-            for use in uses:
-                if use.parameter.split("/", 1)[0] not in SERVED:
-                    continue
-                if "input_columns" in use.auxiliaries:
-                    self._check_columns(use)
-                    tiled.append(names[use.parameter])
-                if "hadamard_signs" in use.auxiliaries and use.parameter in names:
-                    self._add_signs(rotated, names[use.parameter], use)
-        found: dict[str, Any] = {}
-        if tiled:
-            found["gdn_tiled_out_columns"] = tuple(tiled)
-        # Published files have no use of the embedding that could say so: ternary rows are in the basis of the head's.
-        head, rows = rotated.get("lm_head.weight"), self._tensors.get("model.embed_tokens.weight")
-        if head is not None and rows is not None and self._stored(rows)[0].format.name == "t2_g128":
-            rotated.setdefault("model.embed_tokens.weight", head)
-        if rotated:
-            found["hadamard_signs"] = rotated
-        return found
-
-    def _add_signs(self, rotated: dict[str, NDArray[Any]], name: str, use: Use) -> None:
-        known = (*inputs_of(use.parameter, tuple(self.components)), EMBEDDING_ROWS)
-        signs = self._words(use, "hadamard_signs", "bf16")
-        if use.input not in known:
-            raise self._error(f"use of {use.parameter!r} rotates the input {use.input!r}, which is not supported; "
-                              f"supported are {', '.join(known)}")  # fmt: skip
-        if name in rotated and not np.array_equal(rotated[name], signs):
-            raise self._error(f"uses of {use.parameter!r} rotate its inputs by different signs, which is not supported")
-        rotated[name] = signs
-
-    def _check_columns(self, use: Use) -> None:
-        index = self._words(use, "input_columns", "int32")
-        known = use.parameter.endswith("/gdn/output") and use.input in inputs_of(use.parameter)
-        if not known or not np.array_equal(index, tiled_columns(self.config)):
-            raise self._error(
-                f"use of {use.parameter!r} with input {use.input!r} permutes its input columns in a way that is not "
-                "supported; supported is the tiled order of value heads, of gdn/output"
-            )
+        return self._uses.divisors(self._tensor(name))
 
     def close(self) -> None:
         self.file.close()

@@ -279,7 +279,8 @@ def _check_mrope(f: Fields, rotary_dim: int) -> None:
     """Text has equal positions on all axes, so the sections do not matter; but they must fit."""
     rope = f.below("rope_parameters")
     section = rope.get("mrope_section", None)
-    if section is not None and (not isinstance(section, list | tuple) or sum(section) != rotary_dim // 2):
+    whole = isinstance(section, list | tuple) and all(type(n) is int for n in section)
+    if section is not None and (not whole or sum(section) != rotary_dim // 2):
         rope.fail("mrope_section", f"but its numbers must add up to {rotary_dim // 2}, half of the rotary dimensions")
 
 

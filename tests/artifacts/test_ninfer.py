@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import DATA
+from drawn import checkpoint
 
 from ninfer.artifacts import open_artifact
 from ninfer.artifacts.convert import make_plan
@@ -23,6 +24,7 @@ from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, check_written,
 from ninfer.artifacts.recipes import recipe
 from ninfer.errors import ArtifactError, NinferError, UsageError
 from ninfer.formats.quant import by_name
+from ninfer.models import identify
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
 
@@ -84,7 +86,11 @@ def test_rows_of_an_object_are_a_parameter(tmp_path: Path) -> None:
 
 SIGNS: dict[str, tuple[str, str, str | None]] = {  # parameter, input, message
     "of a product": ("text/layers/0/attention/query", "text/layers/0/mixer_input", None),
-    "of another input": ("text/layers/0/attention/query", "text/layers/0/mlp/product", "rotates the input .*product'"),
+    "of another input": (
+        "text/layers/0/attention/query",
+        "text/layers/0/mlp/product",
+        "mlp/product' rotates it, which is not",
+    ),
     "of columns": ("text/layers/0/attention/key", "text/layers/0/mixer_input", "permutes its input columns"),
 }
 
@@ -298,6 +304,79 @@ def test_random_damage_never_crashes_or_allocates(tmp_path: Path, request: pytes
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
     assert 0 < opened < 600  # some mutations are harmless, as of a name or of free text
+
+
+VALUES = [
+    0,
+    1,
+    -1,
+    2,
+    7,
+    1 << 20,
+    1 << 40,
+    1 << 63,
+    1 << 64,
+    True,
+    None,
+    "",
+    "x",
+    "text",
+    0.5,
+    1e30,
+    [],
+    [1],
+    [1, 2],
+    {},
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of every value inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [p for key, v in inner for p in places(v, (*path, key))]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_dense", "qwen3_5_dense.gguf", "qwen3_5_moe"])
+def test_any_value_in_the_directory_may_be_another(tmp_path: Path, name: str) -> None:
+    """Members replaced, dropped or copied from elsewhere: an error of ours, or a model that can be read."""
+    model = checkpoint(DATA / name, tmp_path / "moe") if name == "qwen3_5_moe" else DATA / name
+    new = to_artifact(make_plan(recipe("gguf"), open_artifact(model), {}, name="x", components=("text", "mtp")))
+    path = tmp_path / "model.ninfer"
+    write_artifact(new, path)
+    raw, rng = path.read_bytes(), np.random.default_rng(77)
+    (n,) = struct.unpack("<Q", raw[8:16])
+    root = json.loads(raw[32 : 32 + n])
+    within = [p for p in places(root) if p[0] == "components"]
+    other = [p for p in places(root) if p[0] != "components"]
+    refused = 0
+    for i in range(400):
+        changed, pool = json.loads(raw[32 : 32 + n]), within if i % 2 else other
+        for _ in range(int(rng.integers(1, 3))):
+            *outer, last = pool[int(rng.integers(0, len(pool)))]
+            target = changed
+            try:
+                for key in outer:
+                    target = target[key]
+                if rng.integers(0, 6) == 0:
+                    del target[last]
+                else:
+                    target[last] = VALUES[int(rng.integers(0, len(VALUES)))]
+            except (KeyError, IndexError, TypeError):
+                continue  # an earlier change took the place away
+        text = json.dumps(changed, separators=(",", ":")).encode()
+        if len(text) > n:
+            continue
+        path.write_bytes(raw[:32] + text.ljust(n) + raw[32 + n :])
+        try:
+            artifact = open_artifact(path)
+            identify(artifact.config)
+            for tensor in artifact.names():
+                artifact.get(tensor)
+            artifact.close()
+        except NinferError as error:
+            refused += 1
+            assert str(error).count("\n") == 0, f"mutation {i}"
+    assert refused > 100
 
 
 # writing
