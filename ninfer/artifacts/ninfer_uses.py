@@ -92,7 +92,7 @@ class Uses:
 
 def _is_tiled(index: NDArray[Any], config: Mapping[str, Any]) -> bool:
     names = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
-    hk, hv, width = (config.get(n) for n in names)
-    if not all(type(v) is int and v > 0 for v in (hk, hv, width)) or hv % hk or hv * width != index.size:
+    values = [v for v in (config.get(n) for n in names) if type(v) is int and v > 0]
+    if len(values) != len(names) or values[1] % values[0] or values[1] * values[2] != index.size:
         return False
     return np.array_equal(index, tiled_columns(config))
