@@ -218,15 +218,13 @@ def _winner(found: Sequence[tuple[Timing, Callable[[], float]]], repeat: int) ->
 
 
 def _bands(points: Sequence[tuple[int, str]]) -> Bands:
-    """Winners by width as bands; a width without a winner ("") is an empty band, so that the default holds there."""
+    """Winners by width as bands; where none won (""), and beyond what was measured, the default holds."""
     bands: list[tuple[int, str]] = []
     for width, name in sorted(points):
         if bands and bands[-1][1] == name:
             bands[-1] = (width, name)
         else:
             bands.append((width, name))
-    if bands[-1][1]:
-        bands[-1] = (1 << 30, bands[-1][1])
     return tuple(bands)
 
 
