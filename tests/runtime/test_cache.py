@@ -268,3 +268,11 @@ def test_a_restart_finds_contexts_on_disk(tmp_path: Path) -> None:
     assert said(other, "a", prompt)[2] == 0
     other.close()
     assert config().disk_kv_path is None
+
+
+@pytest.mark.slow
+def test_a_hit_on_the_simulated_gpu_says_the_same() -> None:
+    e = compiled(device="cuda-sim", max_context=256, max_concurrency=1, prefill_chunk=64, kv_dtype="rk4v4")
+    first, second = (said(e, id, tuple(range(5, 85)), n=2) for id in "ab")
+    assert first[0] == second[0] and (first[2], second[2]) == (0, 64)
+    e.close()
