@@ -15,7 +15,7 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard, Message, Scope
 
-from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, pages, responses_routes, status
+from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, pages, rerank, responses_routes, status
 from ninfer.api.ask import Head
 from ninfer.api.errors import Dialect, Unauthorized, handle, request_id
 from ninfer.api.fields import decode
@@ -77,6 +77,7 @@ def application(serving: Serving, config: ServeConfig, *, on_shutdown: Sequence[
             *anthropic.routes(serving),
             *llamacpp.routes(serving),
             *responses_routes.routes(serving, responses),
+            *rerank.routes(serving),
             *status.routes(serving),
             *pages.routes(chat=config.webui),
         ],
