@@ -240,7 +240,7 @@ def test_a_bug_is_a_500_that_tells_nothing_of_itself(server: Server) -> None:
 
 def test_unknown_routes_and_methods_are_json(server: Server) -> None:
     for response, status, code in (
-        (server.http.get("/v1/embeddings"), 404, "not_found"),
+        (server.http.get("/v1/files"), 404, "not_found"),
         (server.http.post("/nothing"), 404, "not_found"),
         (server.http.get(CHAT), 405, "method_not_allowed"),
         (server.http.delete("/v1/models"), 405, "method_not_allowed"),
