@@ -4,8 +4,9 @@
         [--temperature 0.7] [--jsonl OUT.jsonl] [--plot OUT.png]
 
 Each point answers the prompts of one kind, a warm-up and then --repeat times; the rate is the median, with the slowest
-and the fastest beside it. A drafter that the model lacks is named and left out. Every reply is compared with the one
-without drafts: with --deterministic they are equal, else near ties may part. The plot needs the `plot` extra.
+and the fastest beside it. Settings take turns, so that what else the machine does meets all of them. A drafter that the
+model lacks is named and left out. Every reply is compared with the one without drafts: with --deterministic they are
+equal, else near ties may part. The plot needs the `plot` extra.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ninfer.config import EngineConfig
 from ninfer.errors import UsageError
 from ninfer.runtime.engine import Engine, drive
 from ninfer.runtime.load import Loaded, load
-from ninfer.runtime.request import GenerateRequest, Sampling
+from ninfer.runtime.request import DraftStats, GenerateRequest, Sampling
 
 KINDS = {
     "counting": ["Count from 7 to 15.", "Count from 1 to 30."],
@@ -77,96 +77,115 @@ def requests(loaded: Loaded, kind: str, args: argparse.Namespace, copies: int) -
     return made
 
 
-def measure(
-    engine: Engine, batch: Sequence[GenerateRequest], repeat: int, concurrency: int
-) -> tuple[list[float], list[list[int]], dict[str, float]]:
-    """Rates of decoding, the replies, and what became of drafts."""
-    rates: list[float] = []
+def answer(engine: Engine, batch: Sequence[GenerateRequest], concurrency: int) -> tuple[float, list[list[int]]]:
+    """Tokens per second of decoding, and the replies."""
+    before = engine.stats().decode_s
     texts: list[list[int]] = []
-    before = engine.stats().drafts
-    for n in range(repeat + 1):
-        begun, decoded = time.perf_counter(), engine.stats()
-        texts = []
-        for at in range(0, len(batch), concurrency):
-            group = batch[at : at + concurrency]
-            said = drive(engine, group)
-            texts += [[t.id for d in said[r.id] for t in d.tokens] for r in group]
-        now = engine.stats()
-        seconds = now.decode_s - decoded.decode_s
-        tokens = sum(len(t) for t in texts) - len(texts)  # the first of each comes with its prompt
-        assert time.perf_counter() - begun >= seconds
-        if n:
-            rates.append(tokens / seconds if seconds else 0.0)
-    after = engine.stats().drafts
-    found: dict[str, float] = {"rounds": 0, "drafted": 0, "accepted": 0, "per_round": 0.0}
-    if before is not None and after is not None:
-        rounds = after.num_rounds - before.num_rounds
-        accepted = after.num_accepted - before.num_accepted
-        found = {
-            "rounds": rounds,
-            "drafted": after.num_drafted - before.num_drafted,
-            "accepted": accepted,
-            "per_round": round(accepted / rounds, 3) if rounds else 0.0,
-        }
-    return rates, texts, found
+    for at in range(0, len(batch), concurrency):
+        group = batch[at : at + concurrency]
+        said = drive(engine, group)
+        texts += [[t.id for d in said[r.id] for t in d.tokens] for r in group]
+    seconds = engine.stats().decode_s - before
+    tokens = sum(len(t) for t in texts) - len(texts)  # the first of each comes with its prompt
+    return tokens / seconds if seconds else 0.0, texts
 
 
-def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+def became(before: DraftStats | None, after: DraftStats | None) -> dict[str, float]:
+    """What became of drafts between two counts."""
+    if before is None or after is None:
+        return {"rounds": 0, "drafted": 0, "accepted": 0, "per_round": 0.0}
+    rounds, accepted = after.num_rounds - before.num_rounds, after.num_accepted - before.num_accepted
+    return {
+        "rounds": rounds,
+        "drafted": after.num_drafted - before.num_drafted,
+        "accepted": accepted,
+        "per_round": round(accepted / rounds, 3) if rounds else 0.0,
+    }
+
+
+def open_all(args: argparse.Namespace, concurrency: int, bar: tqdm[Any]) -> dict[Setting, tuple[Loaded, Engine]]:
     base = EngineConfig(
         model=args.model,
         device=args.device,
         max_context=args.context,
+        max_concurrency=concurrency,
         deterministic=args.deterministic,
         threads=args.threads,
         ngram_min_match=args.ngram_min_match,
     )
-    points: list[dict[str, Any]] = []
-    plain: dict[tuple[str, int], tuple[float, list[list[int]]]] = {}
+    found: dict[Setting, tuple[Loaded, Engine]] = {}
     lacking: set[str] = set()
-    todo = settings(args.spec, args.drafts, args.concurrency)
-    with tqdm(total=len(todo) * len(KINDS), unit="point", file=sys.stderr) as bar:
-        for setting in todo:
-            bar.set_description(f"{setting}, {setting.concurrency} together")
-            config = evolve(base, spec=setting.spec, draft_tokens=setting.drafts or None)
-            config = evolve(config, max_concurrency=setting.concurrency)
-            try:
-                loaded = load(config) if setting.spec not in lacking else None
-            except UsageError as error:
-                lacking.add(setting.spec)
-                bar.write(str(error))
-                loaded = None
-            if loaded is None:
-                bar.update(len(KINDS))
-                continue
-            with Engine(loaded.runner, config, speculation=loaded.speculation) as engine:
-                for kind in KINDS:
-                    batch = requests(loaded, kind, args, max(1, setting.concurrency // len(KINDS[kind])))
-                    rates, texts, drafts = measure(engine, batch, args.repeat, setting.concurrency)
-                    rate = statistics.median(rates)
-                    if setting.spec == "none":
-                        plain[kind, setting.concurrency] = (rate, texts)
-                    reference, expected = plain[kind, setting.concurrency]
-                    point = {
-                        "model": Path(args.model).name,
-                        "spec": setting.spec,
-                        "drafts": setting.drafts,
-                        "concurrency": setting.concurrency,
-                        "kind": kind,
-                        "temperature": args.temperature,
-                        "tokens_per_s": round(rate, 1),
-                        "slowest": round(min(rates), 1),
-                        "fastest": round(max(rates), 1),
-                        "ratio": round(rate / reference, 3) if reference else 0.0,
-                        "same_text": texts == expected,
-                        **drafts,
-                        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-                        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                    }
-                    points.append(point)
-                    if args.jsonl is not None:
-                        with args.jsonl.open("a") as file:
-                            print(json.dumps(point), file=file)
-                    bar.update()
+    for setting in settings(args.spec, args.drafts, [concurrency]):
+        if setting.spec in lacking:
+            continue
+        config = evolve(base, spec=setting.spec, draft_tokens=setting.drafts or None)
+        try:
+            loaded = load(config)
+        except UsageError as error:
+            lacking.add(setting.spec)
+            bar.write(str(error))
+            continue
+        found[setting] = loaded, Engine(loaded.runner, config, speculation=loaded.speculation)
+    return found
+
+
+def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = []
+    total = len(args.concurrency) * len(KINDS) * (args.repeat + 1)
+    with tqdm(total=total, unit="turn", file=sys.stderr) as bar:
+        for concurrency in args.concurrency:
+            engines = open_all(args, concurrency, bar)
+            for kind in KINDS:
+                bar.set_description(f"{kind}, {concurrency} together")
+                points += compare(engines, kind, args, concurrency, bar)
+            for _, engine in engines.values():
+                engine.close()
+    return points
+
+
+def compare(
+    engines: Mapping[Setting, tuple[Loaded, Engine]],
+    kind: str,
+    args: argparse.Namespace,
+    concurrency: int,
+    bar: tqdm[Any],
+) -> list[dict[str, Any]]:
+    """A point for each setting."""
+    rates: dict[Setting, list[float]] = {setting: [] for setting in engines}
+    texts: dict[Setting, list[list[int]]] = {}
+    before = {setting: engine.stats().drafts for setting, (_, engine) in engines.items()}
+    for turn in range(args.repeat + 1):
+        for setting, (loaded, engine) in engines.items():
+            batch = requests(loaded, kind, args, max(1, concurrency // len(KINDS[kind])))
+            rate, texts[setting] = answer(engine, batch, concurrency)
+            if turn:
+                rates[setting].append(rate)
+        bar.update()
+    points = []
+    plain = next(iter(engines))
+    reference = statistics.median(rates[plain])
+    for setting, (_, engine) in engines.items():
+        rate = statistics.median(rates[setting])
+        point = {
+            "model": Path(args.model).name,
+            "spec": setting.spec,
+            "drafts": setting.drafts,
+            "concurrency": concurrency,
+            "kind": kind,
+            "temperature": args.temperature,
+            "tokens_per_s": round(rate, 1),
+            "slowest": round(min(rates[setting]), 1),
+            "fastest": round(max(rates[setting]), 1),
+            "ratio": round(rate / reference, 3) if reference else 0.0,
+            "same_text": texts[setting] == texts[plain],
+            **became(before[setting], engine.stats().drafts),
+            "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        points.append(point)
+        if args.jsonl is not None:
+            with args.jsonl.open("a") as file:
+                print(json.dumps(point), file=file)
     return points
 
 
