@@ -3,7 +3,7 @@
     python experiments/load.py --clients 64 --seconds 60 --leave 0.2 -- demo --max-context 2048
 
 What follows `--` are arguments of ninfer-serve. Ends with 1 if a reply is broken, an error is anything but a 429, a
-slot or page does not come back, or the process grows. One JSON line of results, and a table for people on stderr.
+slot or page does not come back, or the process grows otherwise than by what the cache keeps in host memory. One JSON line of results, and a table for people on stderr.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class Run:
     async def watch(self, http: httpx.AsyncClient) -> None:
         while True:
             stats = (await http.get("/stats")).json()
-            self.memory.append((time.monotonic(), stats["memory"]["process_bytes"]))
+            cached = sum(tier["used_bytes"] for tier in stats["cache"]["tiers"] if tier["name"] == "host")
+            self.memory.append((time.monotonic(), stats["memory"]["process_bytes"] - cached))
             await asyncio.sleep(1)
 
 
@@ -228,6 +229,7 @@ def main() -> int:
         "cancelled_in_engine": after["counters"]["cancelled"],
         "memory_mib": {"warm": warm[0] >> 20 if warm else 0, "end": warm[-1] >> 20 if warm else 0},
         "growth": round(growth, 4),
+        "tiers": after["cache"]["tiers"],
         "faults": run.faults[:20],
     }
     print(json.dumps(result))
