@@ -3,7 +3,8 @@
     python experiments/load.py --clients 64 --seconds 60 --leave 0.2 -- demo --max-context 2048
 
 What follows `--` are arguments of ninfer-serve. Ends with 1 if a reply is broken, an error is anything but a 429, a
-slot or page does not come back, or the process grows otherwise than by what the cache keeps in host memory. One JSON line of results, and a table for people on stderr.
+slot or page does not come back, or the process grows otherwise than by what the cache keeps in host memory. One JSON
+line of results, and a table for people on stderr.
 """
 
 from __future__ import annotations
