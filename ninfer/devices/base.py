@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
@@ -50,6 +51,11 @@ class Geometry:
     grid: tuple[int, int, int] = (1, 1, 1)
     block: int = 1
     shared: int = 0
+
+
+def noise(count: int) -> NDArray[np.float32]:
+    """What calibration puts into activations, the same each time: positive, as scales and sums of squares are."""
+    return np.abs(np.random.default_rng(7).standard_normal(count, np.float32))
 
 
 class Memory(Protocol):

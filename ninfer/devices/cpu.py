@@ -14,7 +14,7 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
-from ninfer.devices.base import DeviceInfo
+from ninfer.devices.base import DeviceInfo, noise
 from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.devices.programs import ProgramCache
 from ninfer.formats.quant import Packed
@@ -268,8 +268,8 @@ class CpuBench:
         executable = self.device.bind(plan, self.memory, self.consts, self.device.compile([plan]))
         self._bound[id(plan)] = executable
         fill(executable.step, executable.header)
-        noise = np.random.default_rng(7).standard_normal(plan.arena_bytes // 4, np.float32)
-        self.memory.arena[: noise.nbytes].view(np.float32)[:] = noise
+        values = noise(plan.arena_bytes // 4)
+        self.memory.arena[: values.nbytes].view(np.float32)[:] = values
 
         def run() -> float:
             start = time.perf_counter()

@@ -19,7 +19,7 @@ import numpy as np
 from attrs import define, field, frozen
 from numpy.typing import NDArray
 
-from ninfer.devices.base import DeviceInfo
+from ninfer.devices.base import DeviceInfo, noise
 from ninfer.devices.nvrtc import CubinCache
 from ninfer.devices.nvrtc import version as nvrtc_version
 from ninfer.devices.plan import BufferRef, Launch, Place, Plan
@@ -728,10 +728,10 @@ class CudaBench:
         executable = self.device.bind(plan, self.memory, self.consts, self.device.compile([plan]))
         self._bound[id(plan)] = executable
         fill(executable.step, executable.header)
-        noise = np.random.default_rng(7).standard_normal(min(plan.arena_bytes // 4, 1 << 24), np.float32)
-        for at in range(0, plan.arena_bytes, max(noise.nbytes, 1)):
-            n = min(noise.nbytes, plan.arena_bytes - at)
-            self.device.copy_in(self._arena.pointer + at, noise.view(np.uint8)[:n])
+        values = noise(min(plan.arena_bytes // 4, 1 << 24))
+        for at in range(0, plan.arena_bytes, max(values.nbytes, 1)):
+            n = min(values.nbytes, plan.arena_bytes - at)
+            self.device.copy_in(self._arena.pointer + at, values.view(np.uint8)[:n])
 
         return lambda: executable.time(1)
 

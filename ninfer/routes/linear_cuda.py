@@ -526,15 +526,25 @@ def _wide_loads(op: Op, types: Types) -> str | None:
     return _readable(op, types)
 
 
-def _fits(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[Op, Types], str | None]:
-    """Shared memory holds the activations of `rows` rows and a ring of weights, whatever the tuning."""
+def _needs(op: Op, types: Types, rows: int, tuning: Tuning) -> int:
+    """Bytes of shared memory for the activations of `rows` rows and the smallest ring of weights."""
+    env = Env(rows=rows, logit_rows=rows, seqs=rows)
+    end = _stream(op, types, env, tuning, 2)["at"].end
+    assert isinstance(end, int)
+    return end
 
+
+def _fits(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
+    """Whether shared memory holds what a tuning needs."""
+    return lambda op, types, tuning: _needs(op, types, rows, tuning) <= limit << 10
+
+
+def _some_fit(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[Op, Types], str | None]:
     def refuse(op: Op, types: Types) -> str | None:
         reason = _wide_loads(op, types)
         if reason is not None:
             return reason
-        env = Env(rows=rows, logit_rows=rows, seqs=rows)
-        need = max(_stream(op, types, env, t, 2)["at"].end for t in tunings)
+        need = min(_needs(op, types, rows, t) for t in tunings)
         return None if need <= limit << 10 else f"{rows} rows need {need} bytes of shared memory, of {limit << 10}"
 
     return refuse
@@ -565,8 +575,8 @@ def _stream_route(
 ) -> Route[Any]:
     return Route(
         name=f"{snake(op.__name__)}.{name}.{high}", op=op, device="cuda", template="cuda/linear_stream.cu.j2",
-        geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,), refuse=_fits(high, limit, tunings),
-        tunings=tunings, rtol=RTOL, workspace=_cuts,
+        geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,),
+        refuse=_some_fit(high, limit, tunings), tunings=tunings, fits=_fits(high, limit), rtol=RTOL, workspace=_cuts,
     )  # fmt: skip
 
 
@@ -600,7 +610,7 @@ def _mma_route(op: type[Op], direct: bool) -> Route[Any]:
     return Route(
         name=f"{snake(op.__name__)}.mma{'-direct' if direct else ''}", op=op, device="cuda",
         template="cuda/gemm_convert.cu.j2", geometry=_convert_geometry, then=tuple(then), context=gemm,
-        workspace=_gemm_workspace, widths=(9, 1 << 30), needs=("sm80",), refuse=refuse,
+        workspace=_gemm_workspace, widths=(5, 1 << 30), needs=("sm80",), refuse=refuse,
         tunings=({"warps": 4, "columns": 64}, {"warps": 4, "columns": 128}, {"warps": 4, "columns": 16},
                  {"warps": 4, "columns": 32}),
         rtol=RTOL_BF16 if op is not FusedLinear else RTOL,

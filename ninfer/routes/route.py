@@ -32,6 +32,10 @@ def _nothing(op: Op, types: Types) -> str | None:
     return None
 
 
+def _any_tuning(op: Op, types: Types, tuning: Tuning) -> bool:
+    return True
+
+
 def _no_workspace(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
     return 0
 
@@ -71,6 +75,7 @@ class Route(Generic[O]):
     needs: tuple[str, ...] = ()  # features of the device, e.g. "avx2", "sm80", "sm90a"
     refuse: Callable[[O, Types], str | None] = _nothing
     tunings: tuple[Tuning, ...] = (NO_TUNING,)
+    fits: Callable[[O, Types, Tuning], bool] = _any_tuning  # tunings that do not are left out for these operands
     then: tuple[Stage[O], ...] = ()
     workspace: Callable[[O, Types, Env, Tuning], int] = _no_workspace
     context: Callable[[O, Types, Env, Tuning], Mapping[str, Any]] = _no_context  # extra template variables
@@ -118,6 +123,7 @@ class RouteRegistry:
             for route in self.routes
             if route.op is type(op) and route.refusal(op, types, env, device) is None
             for tuning in route.tunings
+            if route.fits(op, types, tuning)
         ]
 
     def explain(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> str:

@@ -1,0 +1,42 @@
+"""Plans of large models on a GPU: no width falls to a slow route, and decode steps stay a few launches a layer."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import define
+
+from ninfer.config import EngineConfig
+from ninfer.devices.base import DeviceInfo
+from ninfer.devices.cuda import features_of
+from ninfer.ir.types import Env
+from ninfer.routes.cuda import cuda_routes
+from ninfer.routes.lower import Lowering
+from ninfer.routes.profile import DeviceProfile
+from ninfer.routes.render import Renderer
+from ninfer.routes.route import RouteRegistry
+from ninfer.routes.select import Selector
+from ninfer.runtime.backend import Backend
+from ninfer.runtime.load import open_model
+
+
+@define
+class Paper:
+    """A GPU that is described and not there."""
+
+    info: DeviceInfo
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 32, 512])
+def test_products_of_a_27b_model_take_fast_routes(arch: str, rows: int) -> None:
+    info = DeviceInfo("cuda", arch, arch, features_of(arch), arch, 132, 1 << 37)
+    registry = RouteRegistry(cuda_routes(info.units))
+    backend = Backend(device=Paper(info), registry=registry, free_bytes=None)  # type: ignore[arg-type]
+    env = Env(rows=rows, logit_rows=min(rows, 8), seqs=min(rows, 8), slots=8, pages=1024, max_pages=128)
+    graph = open_model(EngineConfig(model="synthetic:qwen3.5-27b"), tokenizer_needed=False).graph("sample")
+    lowering = Lowering(Selector(registry, info, DeviceProfile(arch)), Renderer(info))
+    plan = lowering.lower(backend.graph(graph, env), env)
+    slow = {x.route for x in plan.launches if x.op.key != "embed" and (".exact" in x.route or ".simple" in x.route)}
+    assert not slow
+    if arch == "sm_90a" and rows <= 8:
+        assert len(plan.launches) < 5.2 * 64
