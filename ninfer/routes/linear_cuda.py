@@ -625,33 +625,17 @@ def _exact_route(op: type[Op]) -> Route[Any]:
     )  # fmt: skip
 
 
-def _bulk_tunings(units: int, rows: int) -> tuple[Tuning, ...]:
-    """In the order in which they did best among their neighbours in a decode step (experiments/chain_cuda.py)."""
-    one = {"bulk": 1, "resident": 2}
-    whole = {**one, "warps": 10, "stages": 4, "blocks": units}
-    halves = {**one, "warps": 10, "stages": 4, "blocks": 2 * units, "limit": 113, "split": 8}
-    if rows > 2:
-        return (whole, {**one, "warps": 12, "stages": 4, "blocks": units}, {**whole, "stages": 2, "span": 2},
-                {**halves, "stages": 2})  # fmt: skip
-    return (halves, {**halves, "warps": 5, "stages": 8, "late": 2}, {**halves, "warps": 8, "stages": 2, "span": 2},
-            {**halves, "stages": 6, "blocks": 4 * units, "limit": 56}, whole)  # fmt: skip
-
-
-def _copy_tunings(units: int) -> tuple[Tuning, ...]:
-    small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
-    large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
-    held = {"warps": 8, "stages": 2, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48, "held": 2, "split": 8}
-    return small, large, held
-
-
 def routes(units: int) -> tuple[Route[Any], ...]:
     """All of them, with grids for a GPU of so many multiprocessors."""
+    bulk = [{"warps": w, "stages": s, "blocks": units, "bulk": 1, "resident": 2, **more}
+            for w, s, more in ((10, 4, {}), (8, 5, {}), (10, 4, {"late": 2, "split": 8}))]  # fmt: skip
+    small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
+    large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
+    copies = [small, large, {**small, "late": 1, "split": 8}]
     found: list[Route[Any]] = []
     for op in OPS:
-        for low, high in WIDTHS:
-            found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, _bulk_tunings(units, high)))
-        for low, high in WIDTHS:
-            found.append(_stream_route(op, low, high, "stream", "sm80", 99, _copy_tunings(units)))
+        found += [_stream_route(op, low, high, "bulk", "sm90a", 227, tuple(bulk)) for low, high in WIDTHS]
+        found += [_stream_route(op, low, high, "stream", "sm80", 99, tuple(copies)) for low, high in WIDTHS]
         found += [_gemm_route(op, direct, stored) for direct in (False, True) for stored in (False, True)]
         found += [_mma_route(op, direct) for direct in (False, True)]
         if op is not FusedLinear:

@@ -220,40 +220,6 @@ def test_blocks_are_shared_out_by_bytes() -> None:
     assert q4.blocks == round(20 * q4.nbytes / (q4.nbytes + bf16.nbytes))
 
 
-@pytest.mark.parametrize(("rows", "blocks", "split"), [(5120, 132, 8), (320, 7, 4), (96, 9, 3), (640, 20, 1)])
-def test_blocks_do_every_unit_once(rows: int, blocks: int, split: int) -> None:
-    """Also where units that are left over are cut along K, each warp's chunks in turn."""
-    op = FusedLinear(packed=32, epilogue="add", weigh=32)
-    matrix, residual = cw.matrix(by_name("q4_g64"), rows, 1280)[0], cw.rows(T, 1, rows)[0]
-    types = (*packed_types(T, 1280, 32), matrix, residual, cw.vector(rows)[0])
-    tuning = {"warps": 3, "stages": 2, "blocks": blocks, "split": split}
-    (b,) = linear_cuda.stream(op, (*types, *op.infer(types)), Env(1, 1, 1), tuning)["bodies"]
-    done = np.zeros((b.units, b.chunks), int)
-    for block in range(b.blocks):
-        if b.parts == 1:
-            done[block * b.units // b.blocks : (block + 1) * b.units // b.blocks] += 1
-            continue
-        done[block * b.whole : (block + 1) * b.whole] += 1
-        ticket, part = divmod(block, b.parts)
-        for warp in range(3 if ticket < b.left else 0):
-            c0, c1 = warp * b.chunks // 3, (warp + 1) * b.chunks // 3
-            turn = (part + warp) % b.parts
-            cut = slice(c0 + turn * (c1 - c0) // b.parts, c0 + (turn + 1) * (c1 - c0) // b.parts)
-            done[b.whole * b.blocks + ticket, cut] += 1
-    assert (done == 1).all() and b.units == rows // 32
-
-
-def test_a_few_plain_rows_ride_along() -> None:
-    types = (
-        *packed_types(T, 1280, 32),
-        *(cw.matrix(by_name(n), r, 1280)[0] for n, r in (("q4_g64", 640), ("bf16", 30))),
-    )
-    op, tuning = FusedLinear(packed=32), {"warps": 4, "stages": 2, "blocks": 20}
-    context = linear_cuda.stream(op, (*types, *op.infer(types)), Env(1, 1, 1), tuning)
-    assert [b.tiling is not None for b in context["bodies"]] == [True]
-    assert context["riders"].n == 30 and context["riders"].most == 2
-
-
 def test_a_row_count_that_does_not_fit_is_refused_with_the_bytes() -> None:
     types = (cw.rows(T, 1, 17408)[0], cw.matrix(by_name("q4_g64"), 16, 17408)[0])
     reasons = REGISTRY.explain(Linear(), types, Env(8, 1, 1), INFO)
