@@ -235,6 +235,7 @@ MIXES: dict[str, tuple[str, str, str]] = {  # q k gate up; v z out down; head
 }
 GROUP = 32  # values of a scale where codes pass
 NAMES = ("in", "out", "gate_up", "down", "head")
+NEXT = {"in": "out", "out": "gate_up", "gate_up": "down", "down": "in"}  # what is fetched ahead
 
 
 def chain_ops(mix: str, norm: str) -> dict[str, tuple[Op, Types]]:
@@ -252,18 +253,26 @@ def chain_ops(mix: str, norm: str) -> dict[str, tuple[Op, Types]]:
         act, how = (ROW, NORM), FusedLinear(norm=True, offset=1.0, eps=EPS)
     add = FusedLinear(packed=GROUP, epilogue="add", weigh=GROUP if norm == "producer" else 0, offset=1.0)
     after: Types = (ROW, NORM) if norm == "producer" else (ROW,)
-    return {
+    ops: dict[str, tuple[Op, Types]] = {
         "in": (how, (*act, *ins, *gates)),
         "out": (add, (*packed_types(T, MIX, GROUP), matrix(q5, H, MIX), *after)),
         "gate_up": (evolve(how, epilogue="swiglu", quant=GROUP), (*act, matrix(q4, I, H), matrix(q4, I, H))),
         "down": (add, (*packed_types(T, I, GROUP), matrix(q5, H, I), *after)),
         "head": (how, (*act, matrix(head, V, H))),
     }
+    if norm == "producer":
+        single = dict(ops)
+        for name, following in NEXT.items():
+            op, types = single[name]
+            then, more = single[following][0], tuple(t for t in single[following][1] if t.fmt and not t.fmt.dtype)
+            assert isinstance(op, FusedLinear) and isinstance(then, FusedLinear)
+            ops[name] = evolve(op, ahead=then, ahead_weights=len(more)), (*types, *more)
+    return ops
 
 
 # stages of `span` tiles; per: blocks per multiprocessor; resident: blocks whose registers must fit; late: ring fills
 # still to come when the next kernel may start; split: parts of what equal shares leave
-COMMON = {"stages": 4, "span": 1, "per": 1, "bulk": 1, "resident": 2, "late": 2, "split": 8, "held": 0}
+COMMON = {"stages": 4, "span": 1, "per": 1, "bulk": 1, "resident": 2, "late": 2, "split": 8, "ahead": 0}
 START: dict[str, dict[str, int]] = {
     "in": {"warps": 10, **COMMON},
     "out": {"warps": 8, **COMMON},
@@ -286,6 +295,9 @@ def neighbours(kernel: str, t: Mapping[str, int]) -> Iterable[dict[str, int]]:
             yield {**t, "stages": s}
             if t["late"] > 0:
                 yield {**t, "stages": s, "late": max(1, round(t["late"] * s / t["stages"]))}
+    for ahead in (0, 16, 32, 64, 96, 128, 192, 256):
+        if ahead != t["ahead"]:
+            yield {**t, "ahead": ahead}
     for split in (1, 2, 4, 8):
         if split != t["split"]:
             yield {**t, "split": split}
@@ -293,7 +305,7 @@ def neighbours(kernel: str, t: Mapping[str, int]) -> Iterable[dict[str, int]]:
         if w != t["warps"]:
             yield {**t, "warps": w, "stages": max(2, round(t["stages"] * t["warps"] / w))}
             yield {**t, "warps": w}
-    for per in (1, 2, 3, 4, 6, 8):
+    for per in (1, 2, 3, 4):
         if per != t["per"]:
             yield {**t, "per": per, "stages": max(2, round(t["stages"] * t["per"] / per))}
             yield {**t, "per": per, "warps": max(4, round(t["warps"] * t["per"] / per)), "resident": 2 * per}
@@ -304,12 +316,6 @@ def neighbours(kernel: str, t: Mapping[str, int]) -> Iterable[dict[str, int]]:
         if resident != t["resident"]:
             yield {**t, "resident": resident}
     yield {**t, "bulk": 1 - t["bulk"]}
-    yield {**t, "stages": 4, "held": 0} if t["held"] else {**t, "held": 2}
-    for w in WARPS[kernel] if t["held"] else ():
-        for held in (1, 2, 3, 4):
-            for resident in (1, 2, 3, 4, 5):
-                if (held, resident) != (t["held"], t["resident"]) and 12 <= held * resident * w <= 64:
-                    yield {**t, "warps": w, "held": held, "resident": resident, "per": max(t["per"], resident)}
 
 
 def full(t: Mapping[str, int], units: int) -> dict[str, int]:
@@ -426,17 +432,21 @@ class Chain:
             go("norm", self.x[i], self.norm, *self.handed[i][:2])
             return self.handed[i][:2]
 
-        def add(name: str, codes: tuple[Any, ...], w: Sequence[Any], i: int) -> None:
+        def add(name: str, codes: tuple[Any, ...], w: Sequence[Any], i: int, ahead: Sequence[Any]) -> None:
             """Into row 1 - i."""
             if norm == "producer":
-                go(name, *codes, *w, self.x[i], self.norm, self.x[1 - i], *self.handed[1 - i])
+                go(name, *codes, *w, self.x[i], self.norm, *ahead, self.x[1 - i], *self.handed[1 - i])
             else:
                 go(name, *codes, *w, self.x[i], self.x[1 - i])
 
         for layer in range(LAYERS):
             w = {name: ws[layer] for name, ws in self.weights.items() if name != "head"}
+            following = self.weights["in"][(layer + 1) % LAYERS][:-1]
+            ahead = {"in": w["out"], "out": w["gate_up"], "gate_up": w["down"], "down": following}
+            if norm != "producer":
+                ahead = {name: [] for name in ahead}
             outs = [self.proj] * (len(w["in"]) - 1)
-            go("in", *normed(0), *w["in"], *outs, self.gates)
+            go("in", *normed(0), *w["in"], *ahead["in"], *outs, self.gates)
             if only is None:
                 state = self.state[layer]
                 args = [self.header.data.ptr, self.proj.data.ptr, 0 if state is None else state.data.ptr,
@@ -445,9 +455,9 @@ class Chain:
                     self.gpu.launch(self.mixer, (4, 48, rows), 256, 0, args, ptr, pdl)
                 else:
                     self.gpu.launch(self.mixer_small, (24, rows, 1), 256, 0, args, ptr, pdl)
-            add("out", self.mixed, w["out"], 0)
-            go("gate_up", *normed(1), *w["gate_up"], *self.middle)
-            add("down", self.middle, w["down"], 1)
+            add("out", self.mixed, w["out"], 0, ahead["out"])
+            go("gate_up", *normed(1), *w["gate_up"], *ahead["gate_up"], *self.middle)
+            add("down", self.middle, w["down"], 1, ahead["down"])
         go("head", *normed(0), *self.weights["head"][0], self.logits)
 
     def results(self, name: str, kernel: Kernel, rows: int) -> list[Any]:
@@ -455,7 +465,7 @@ class Chain:
         cp = self.cp
         op, types = chain_ops(self.mix, "producer")[name]
         inputs: list[Any] = []
-        matrices = iter(self.weights[name][0])
+        matrices = iter([*self.weights[name][0], *self.weights[NEXT.get(name, name)][0]])
         for i, t in enumerate(types):
             if t.fmt is not None:
                 inputs.append(next(matrices))
@@ -673,54 +683,41 @@ def type_of(a: Array) -> TensorType:
 # What differs from START in all kernels, and where rows are normalised.
 VARIANTS: tuple[tuple[str, dict[str, int]], ...] = (
     ("consumer", {"late": -1, "split": 1}),
-    ("producer", {"late": -1, "split": 1}),
+    ("between", {"late": -1}),
     ("producer", {"late": -1}),
-    ("producer", {"late": -1, "stages": 6}),
-    ("producer", {"late": 4, "stages": 6}),
-    ("producer", {"late": -1, "per": 2, "stages": 4}),
+    ("producer", {"late": -1, "ahead": 32}),
+    ("producer", {"late": -1, "ahead": 64}),
+    ("producer", {"late": -1, "ahead": 128}),
+    ("producer", {"late": -1, "ahead": 256}),
+    ("producer", {"late": -1, "ahead": 128, "split": 1}),
+    ("producer", {"late": -1, "ahead": 128, "stages": 3}),
+    ("producer", {"late": -1, "ahead": 128, "stages": 6}),
+    ("producer", {"late": -1, "ahead": 128, "stages": 8}),
+    ("producer", {"late": -1, "ahead": 192, "stages": 8}),
+    ("producer", {"late": 0, "ahead": 128}),
+    ("producer", {"late": 2, "ahead": 64}),
+    ("producer", {"late": 4, "ahead": 128, "stages": 6}),
+    ("producer", {"late": 0, "ahead": 128, "stages": 6}),
+    ("producer", {"late": -1, "ahead": 128, "per": 2, "stages": 4}),
+    ("producer", {"late": -1, "ahead": 64, "per": 2, "stages": 4}),
+    ("producer", {"late": -1, "ahead": 64, "per": 2, "stages": 2, "resident": 4}),
+    ("producer", {"late": -1, "ahead": 128, "bulk": 0}),
 )
-FOUND: dict[str, dict[str, int]] = {  # by descent at one row
+FOUND: dict[str, dict[str, int]] = {  # by descent at one row, without anything fetched ahead
     "in": {**COMMON, "warps": 5, "stages": 8, "per": 2},
     "out": {**COMMON, "warps": 8, "stages": 2, "span": 2, "per": 2, "split": 4},
-    "gate_up": {**COMMON, "warps": 10, "stages": 10, "per": 4, "late": 10},
+    "gate_up": {**COMMON, "warps": 10, "stages": 6, "per": 4, "late": 6},
     "down": {**COMMON, "warps": 10, "stages": 4, "per": 2, "late": -1},
     "head": {**COMMON, "warps": 10, "per": 2},
 }
-HOLDING = {**COMMON, "stages": 2, "per": 2, "late": -1, "held": 2}
-HELD: dict[str, dict[str, int]] = {
-    "in": {**HOLDING, "warps": 10},
-    "out": {**HOLDING, "warps": 12},
-    "gate_up": {**HOLDING, "warps": 10},
-    "down": {**HOLDING, "warps": 12},
-    "head": {**HOLDING, "warps": 10},
-}
-HELD_VARIANTS: tuple[dict[str, int], ...] = (
-    {},
-    {"split": 1},
-    {"per": 1},
-    {"per": 3},
-    {"per": 4},
-    {"per": 8},
-    {"held": 1, "per": 3},
-    {"held": 1, "resident": 3, "per": 3},
-    {"held": 3},
-    {"held": 4, "resident": 1},
-    {"late": 1},
-    {"warps": 4, "resident": 5, "per": 5},
-    {"warps": 5, "resident": 4, "per": 4},
-    {"warps": 5, "resident": 3, "per": 3, "held": 3},
-    {"warps": 5, "resident": 3, "per": 8, "held": 3},
-    {"warps": 5, "resident": 2, "per": 2, "held": 4},
-    {"warps": 8, "resident": 2, "per": 2, "held": 3},
-)
 
 
 def variants(chain: Chain, rows: int) -> tuple[str, dict[str, dict[str, int]]]:
     """Time VARIANTS; the best of the producer's."""
     best, best_ms, base = {k: dict(v) for k, v in START.items()}, float("inf"), float("nan")
     tried = [(norm, change, {k: {**t, **change} for k, t in START.items()}) for norm, change in VARIANTS]
-    tried.append(("producer", {"found": 1}, FOUND))
-    tried += [("producer", {"held": 2, **m}, {k: {**t, **m} for k, t in HELD.items()}) for m in HELD_VARIANTS]
+    more: tuple[dict[str, int], ...] = ({}, {"ahead": 32}, {"ahead": 64}, {"ahead": 128}, {"ahead": 64, "late": -1})
+    tried += [("producer", {"found": 1, **m}, {k: {**t, **m} for k, t in FOUND.items()}) for m in more]
     for norm, change, tunings in tried:
         try:
             ms, spread = chain.time(chain.record(tunings, rows, norm=norm))

@@ -71,10 +71,6 @@ class Body:
     def last_block(self) -> int:
         return self.first_block + self.blocks
 
-    def most_chunks(self, warps: int) -> int:
-        """Of a warp, of a tile."""
-        return -(-self.chunks // warps)
-
     @property
     def left(self) -> int:
         """Units that several blocks share."""
@@ -86,19 +82,6 @@ class Body:
         if self.parts > 1:
             return (self.whole + 1) * self.unit_tiles
         return -(-self.units // self.blocks) * self.unit_tiles
-
-    def scale_step(self, ga: int) -> int:
-        """Columns of one integer sum: one scale of a weight, one of an activation."""
-        return min(self.tiling.group, ga, SLICE) if self.tiling else SLICE
-
-    def scale_run(self, ga: int) -> int:
-        """Such sums that share the weight's scale within a slice."""
-        return min(self.tiling.group, SLICE) // self.scale_step(ga) if self.tiling else 1
-
-    def scale_entries(self, ga: int) -> int:
-        """Values that a slice's activation scales take, per row."""
-        parts = SLICE // self.scale_step(ga)
-        return parts + parts // self.scale_run(ga)
 
     @property
     def factor(self) -> float:
@@ -136,7 +119,6 @@ class Places:
     inverse: int
     kept: int
     next: int
-    totals: int
     riders: int
     bars: int
     end: int
@@ -158,18 +140,21 @@ class Operands:
     offset: float
     weigh: int = 0
     next_norm: int | None = None
+    ahead: Operands | None = None  # of the product that comes next
 
 
 def operands(op: Op, types: Types) -> Operands:
     if isinstance(op, FusedLinear):
-        num_inputs = next(n for n in range(2, len(types) + 1) if _infers(op, types[:n], types[n:]))
-        at, matrices = op.split(types[:num_inputs])
+        total = next(n for n in range(2, len(types) + 1) if _infers(op, types[:n], types[n:]))
+        at, matrices = op.split(types[:total])
+        num_inputs = total - op.ahead_weights
+        ahead = _ahead(op.ahead, types, range(num_inputs, total)) if op.ahead and op.ahead_weights else None
         k = types[matrices[0]].shape[1]
         assert isinstance(k, int)
         return Operands(
             types[0], k, tuple((i, types[i]) for i in matrices), at if op.norm else None, op.packed,
             num_inputs - 1 - (op.weigh > 0) if op.epilogue == "add" else None, op.epilogue == "swiglu", op.quant,
-            op.eps, op.offset, op.weigh, num_inputs - 1 if op.weigh else None,
+            op.eps, op.offset, op.weigh, num_inputs - 1 if op.weigh else None, ahead,
         )  # fmt: skip
     k = types[0].shape[1]
     assert isinstance(k, int)
@@ -177,6 +162,16 @@ def operands(op: Op, types: Types) -> Operands:
     weights = tuple((i, types[i]) for i in range(1, 1 + count))
     residual = 2 if isinstance(op, LinearAdd) else None
     return Operands(types[0], k, weights, None, 0, residual, isinstance(op, LinearSwiglu), 0, 0.0, 0.0)
+
+
+def _ahead(op: FusedLinear, types: Types, at: Sequence[int]) -> Operands:
+    """What is known of the next product: its weights and what its blocks own together."""
+    k, weights = types[at[0]].shape[1], tuple((i, types[i]) for i in at)
+    assert isinstance(k, int)
+    residual = 0 if op.epilogue == "add" else None
+    return Operands(
+        types[0], k, weights, None, op.packed, residual, op.epilogue == "swiglu", op.quant, 0.0, 0.0, op.weigh
+    )
 
 
 def _count_matrices(types: Types) -> int:
@@ -191,7 +186,7 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     if not matrices or any(inputs[i].fmt is None for i in matrices) or any(t.fmt is not None for t in outs):
         return False
     if op.epilogue == "add":
-        return len(inputs) == at + op.norm + 2 + (op.weigh > 0)
+        return len(inputs) == at + op.norm + 2 + (op.weigh > 0) + op.ahead_weights
     return True
 
 
@@ -284,7 +279,8 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB of shared memory), group
     (columns per activation scale, where the route quantises), late (fills of a warp's ring that are still to come when
     the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
-    blocks note the times of their phases), held (no ring; a warp holds so many chunks to come in registers).
+    blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
+    its own are on their way).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -308,9 +304,6 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     riders = _riders(o, plain, warps, sum(b.blocks for b in bodies))
     if plain and riders is None:
         bodies = _bodies(o, warps, span, blocks, ga, split)
-    held = tuning.get("held", 0)
-    if held:  # another struct than the ring's
-        bodies = tuple(evolve(b, prefix=b.prefix and f"{b.prefix}_held") for b in bodies)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
@@ -322,10 +315,10 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         offsets[name] = at
         at += align_up(nbytes, 128)
 
-    ring = 0 if held else max(warps * stages * b.stage_bytes for b in bodies)
+    ring = max(warps * stages * b.stage_bytes for b in bodies)
     place("ring", ring)  # bodies of plain formats have none: their activations, two bytes each, begin here
     place("x", max([rows * x_stride] + [rows * 2 * b.x_stride - align_up(ring, 128) for b in bodies]))
-    place("xd", kp // SLICE * max(b.scale_entries(ga) for b in bodies) * 8 * nt * 4)
+    place("xd", kp // ga * 8 * nt * 4)
     place("xs", max((kp // s * 8 * nt * 4 for s in sums), default=0))
     place("red", halves * batch * warps * 16 * rows * 4)
     place("squares", rows * warps * 4 if o.norm is not None and not o.packed else 0)
@@ -336,16 +329,16 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         kept = holds = 0
     place("kept", 4 * kept * rows)
     place("next", 4 * kept if o.weigh else 0)
-    place("totals", max((b.unit_tiles * TILE_ROWS * rows * 4 for b in bodies if b.parts > 1), default=0))
     place("riders", riders.most * rows * warps * 4 if riders else 0)
-    place("bars", 0 if held else warps * stages * 8)
+    place("bars", warps * stages * 8)
     n_out = o.weights[0][1].shape[0]
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
         "halves": halves, "bodies": bodies, "blocks": blocks, "at": Places(**offsets, end=at), "riders": riders,
         "late": tuning.get("late", -1), "tickets": sum(b.left for b in bodies), "kept": kept, "holds": holds,
-        "held": held, "stamps": tuning.get("stamps", 0),
+        "nexts": _nexts(o, warps, tuning), "swiglu_ahead": bool(o.ahead and o.ahead.swiglu),
+        "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
         "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
@@ -353,6 +346,15 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "residual": "" if o.residual is None else f"a{o.residual}",
         "swiglu": o.swiglu, "quant": o.quant, **_weighing(o), "parameters": _names(o, types),
     }  # fmt: skip
+
+
+def _nexts(o: Operands, warps: int, tuning: Tuning) -> tuple[Body, ...]:
+    """The bodies of the next product, as this tuning would deal out its blocks."""
+    if o.ahead is None or not tuning.get("ahead", 0):
+        return ()
+    plain = [i for i, t in o.ahead.weights if t.fmt and t.fmt.dtype]
+    bodies = _bodies(o.ahead, warps, 1, tuning["blocks"], o.ahead.packed or SLICE, tuning.get("split", 1), plain)
+    return tuple(b for b in bodies if b.tiling)
 
 
 def _weighing(o: Operands) -> dict[str, Any]:
@@ -374,7 +376,8 @@ def _rows(o: Operands, env: Env) -> int:
 
 
 def _num_inputs(o: Operands) -> int:
-    return max([i for i, _ in o.weights] + [o.residual or 0, o.next_norm or 0]) + 1
+    weights = (*o.weights, *(o.ahead.weights if o.ahead else ()))
+    return max([i for i, _ in weights] + [o.residual or 0, o.next_norm or 0]) + 1
 
 
 def _names(o: Operands, types: Types) -> str:

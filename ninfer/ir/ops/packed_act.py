@@ -105,6 +105,9 @@ class FusedLinear(Op):
         y, quantize(y * (w_n + offset)), squares      weigh > 0: for a norm that follows; squares are sums of y^2 per
                                                       group of `weigh` values
 
+    ahead, with ahead_weights > 0: the product that comes next reads those weights, the last arguments, which play no
+    part in the result. A device may fetch them into a cache while this product ends.
+
     Arguments: x [R, K], or codes i8 [R, K'] and d [R, K' / packed]; w [K] if norm, or squares [R, K' / packed];
     W_i [N_i, K]; residual [R, N] with "add"; w_n [N] if weigh. Results: y_i [R, N_i], or codes and d; if weigh, y,
     codes, d and squares.
@@ -117,15 +120,18 @@ class FusedLinear(Op):
     eps: float = 1e-6
     offset: float = 0.0
     weigh: int = 0
+    ahead: FusedLinear | None = None
+    ahead_weights: int = 0
 
     def split(self, args: Sequence[TensorType]) -> tuple[int, list[int]]:
         """Index of the norm's weight (or the first matrix), and of the matrices."""
         at = 2 if self.packed else 1
         first = at + (1 if self.norm else 0)
-        return at, list(range(first, len(args) - (self.epilogue == "add") - (self.weigh > 0)))
+        return at, list(range(first, len(args) - self.ahead_weights - (self.epilogue == "add") - (self.weigh > 0)))
 
     def infer(self, args: Types) -> Types:
         at, matrices = self.split(args)
+        args = args[: len(args) - self.ahead_weights]
         require(self, self.epilogue in ("none", "add", "swiglu"), f"epilogue {self.epilogue!r}")
         require(self, not self.weigh or (self.epilogue == "add" and not self.quant), "weighs sums with a residual")
         require(self, len(matrices) == {"none": max(1, len(matrices)), "add": 1, "swiglu": 2}[self.epilogue],
@@ -159,7 +165,7 @@ class FusedLinear(Op):
         return outs
 
     def reference(self, args: Arrays) -> Arrays:
-        at = 2 if self.packed else 1
+        at, args = 2 if self.packed else 1, args[: len(args) - self.ahead_weights]
         if self.packed:
             x = dequantize(plain(args[0]), plain(args[1]))
         else:
@@ -224,6 +230,9 @@ class FusedLinear(Op):
                 nt, n = cw.vector(96, seed=7)
                 weigh = cls(packed=32, epilogue="add", offset=1.0, weigh=32)
                 yield Case(weigh, f"weigh-{name}-r{n_rows}", (*packed, big[0], rt, nt), (codes, d, big[1], r, n), env)
+                then = evolve(weigh, ahead=evolve(late, epilogue="swiglu", quant=32), ahead_weights=2)
+                yield Case(then, f"weigh-ahead-{name}-r{n_rows}", (*packed, big[0], rt, nt, big[0], other[0]),
+                           (codes, d, big[1], r, n, big[1], other[1]), env)  # fmt: skip
 
 
 def _env(n_rows: int) -> Env:

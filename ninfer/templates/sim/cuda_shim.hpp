@@ -216,16 +216,6 @@ static inline unsigned barrier(int id, unsigned count, unsigned value = 0) {
     return b.tally[slot ^ 1];
 }
 
-// Count as arrived without waiting.
-static inline void arrive(int id, unsigned count) {
-    Barrier& b = barriers[id];
-    b.expected = count;
-    if (++b.arrived >= count) {
-        b.arrived = 0;
-        b.epoch++;
-    }
-}
-
 enum Kind { SYNC, SHUFFLE, VOTE, MMA, LDMATRIX };
 
 // The lanes of `mask` meet; each leaves `n` words and a pointer. Returns the meeting and the buffer to read.
