@@ -613,7 +613,7 @@ def _mma_route(op: type[Op], direct: bool) -> Route[Any]:
     return Route(
         name=f"{snake(op.__name__)}.mma{'-direct' if direct else ''}", op=op, device="cuda",
         template="cuda/gemm_convert.cu.j2", geometry=_convert_geometry, then=tuple(then), context=gemm,
-        workspace=_gemm_workspace, widths=(5, 1 << 30), needs=("sm80",), refuse=refuse,
+        workspace=_gemm_workspace, widths=(3, 1 << 30), needs=("sm80",), refuse=refuse,
         tunings=({"warps": 4, "columns": 64}, {"warps": 4, "columns": 128}, {"warps": 4, "columns": 16},
                  {"warps": 4, "columns": 32}),
         rtol=RTOL_BF16 if op is not FusedLinear else RTOL,
