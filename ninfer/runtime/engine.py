@@ -363,15 +363,13 @@ class Engine:
                 results = speculation.verify(rows)
             else:
                 results = [() if drawn is None else (drawn,) for drawn in self.runner.step(rows)]
+            if speculation is not None and drafted:
+                speculation.fold(rows, [len(drawn) for drawn in results])  # before a reply's end takes an image
             now = self._clock()
             self._progress_s = now
-            kept = [
+            for part, row, drawn in zip(parts, rows, results, strict=True):
                 self._commit_or_fail(part.seq, row, drawn, now)
-                for part, row, drawn in zip(parts, rows, results, strict=True)
-            ]
             if speculation is not None:
-                if drafted:
-                    speculation.fold(rows, kept)
                 self._publish()
                 self._advance(speculation, parts, rows, results)
         except DeviceError as error:
@@ -453,18 +451,17 @@ class Engine:
             self.runner.set_mask(slot, words, i)
         return drafts[:count], any_masked
 
-    def _commit_or_fail(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> int:
+    def _commit_or_fail(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> None:
         if seq.phase is Phase.DONE:
-            return 0
+            return
         try:
-            return self._commit(seq, row, drawn, now)
+            self._commit(seq, row, drawn, now)
         except Exception as error:
             log.exception("request %s failed", seq.request.id)
             self._fail_requests([seq], _internal(error))
-            return 0
 
-    def _commit(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> int:
-        """Take note of what a step did to a sequence, and say what it drew. Returns the rows kept; 0: it is done."""
+    def _commit(self, seq: Sequence, row: SeqRows, drawn: tuple[Drawn, ...], now: float) -> None:
+        """Take note of what a step did to a sequence, and say what it drew."""
         if row.generated:
             seq.kv_len += len(drawn)
         else:
@@ -476,7 +473,7 @@ class Engine:
             if seq.kv_len == seq.prompt_len:  # max_tokens is 0: the prompt was all that was asked
                 seq.prefilled_s = now
                 self._finish(seq, FinishReason.LENGTH)
-            return 0
+            return
         if not drawn:
             raise RuntimeError("the runner drew nothing")
         if not row.generated:
@@ -487,14 +484,13 @@ class Engine:
             self.speculation.note(seq, len(row.tokens) - 1, min(len(drawn) - 1, len(tokens)))
         if end is not None:
             self._finish(seq, tokens=tuple(tokens), **end)
-            return 0
+            return
         seq.last = drawn[-1].token
         timings = seq.timings(now) if row.num_draws > 1 else None
         delta = Delta(
             request_id=seq.request.id, tokens=tuple(tokens), num_cached_tokens=seq.num_cached, timings=timings
         )
         self._post(seq, delta)
-        return len(drawn)
 
     def _take(self, seq: Sequence, drawn: Seq[Drawn], tokens: list[TokenOut]) -> dict[str, Any] | None:
         """Add what was drawn to the reply, up to its end. Returns how it ended, as arguments of _finish."""
@@ -535,7 +531,7 @@ class Engine:
         )
         self._post(seq, delta)
         if self._cache is not None and reason is not FinishReason.ERROR and seq.slot >= 0:
-            self._cache.finish(seq, state_is_current=self.speculation is None)  # else a round is yet to be folded
+            self._cache.finish(seq)
         self._free(seq)
 
     def _fail_requests(self, seqs: Iterable[Sequence], error: NinferError) -> None:

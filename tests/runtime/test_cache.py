@@ -226,8 +226,9 @@ def test_a_deterministic_hit_gives_the_bits_of_a_cold_run(changes: dict[str, obj
     cold.close()
 
 
-def test_a_reply_is_reused_to_its_end_and_changes_little() -> None:
-    warm, cold = compiled(), compiled(no_prefix_reuse=True)
+@pytest.mark.parametrize("changes", [{}, {"spec": "mtp", "draft_tokens": 3}], ids=["plain", "mtp"])
+def test_a_reply_is_reused_to_its_end_and_changes_little(changes: dict[str, object]) -> None:
+    warm, cold = compiled(**changes), compiled(no_prefix_reuse=True)
     prompt = tuple((i * i * 7 + 3 * i) % 3000 for i in range(200))
     turn, _, _ = said(warm, "a", prompt)
     following = (*prompt, *turn, 17, 4, 5)
@@ -236,6 +237,8 @@ def test_a_reply_is_reused_to_its_end_and_changes_little() -> None:
     _, want, _ = said(cold, "b", following, n=1)
     assert logprobs[0] is not None and want[0] is not None
     assert abs(logprobs[0] - want[0]) < 2e-2  # steps of one row and of many round bf16 keys of other sums
+    drafts = warm.stats().drafts
+    assert drafts is None or drafts.num_accepted > 0, "the image is that of a round"
     warm.close()
     cold.close()
 

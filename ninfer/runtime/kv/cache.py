@@ -170,10 +170,11 @@ class ContextCache:
             state = self._store.read_image(seq.slot)
             self._keep_image(live, image_of(live.chunks[depth - 1].key, depth, (), state, None))
 
-    def finish(self, seq: Seq, *, state_is_current: bool = True) -> None:
+    def finish(self, seq: Seq) -> None:
         """A sequence ends well: what it computed is of use to others. Comes before `release`.
 
-        state_is_current: the slot's recurrent state is that after kv_len tokens.
+        The slot's recurrent state is that after kv_len tokens, so it is kept where these are the reply's: a round of
+        drafts that verifies what was drawn may go on behind an end token.
         """
         live = self._live.get(seq)
         if live is None:
@@ -185,7 +186,7 @@ class ContextCache:
         self._publish(live, parts, end)
         tail = end % PAGE
         if not self.options.deterministic and end > seq.num_cached:
-            if self.recurrent and state_is_current:
+            if self.recurrent and end == seq.kv_len:
                 key = parts[end // PAGE - 1].key if end >= PAGE else ROOT
                 page = self._store.read_page(live.chain.pages[end // PAGE]) if tail else None
                 state = self._store.read_image(seq.slot)
