@@ -192,12 +192,67 @@ class SamplingDefaults:
     no_thinking: bool = flag("turn the model's thinking off unless a request asks for it", default=False)
 
 
+_SAMPLER = {
+    **{"temp": ("temperature", real(0, 2)), "top_p": ("top_p", real(0, 1)), "top_k": ("top_k", whole())},
+    **{"min_p": ("min_p", real(0, 1)), "presence": ("presence_penalty", real(-2, 2))},
+    "frequency": ("frequency_penalty", real(-2, 2)),
+}
+
+
+def sampler_fields(value: str) -> dict[str, float]:
+    """fields such as temp=0.2,top_p=0.9,top_k=20, also min_p, presence and frequency"""
+    found: dict[str, float] = {}
+    for part in value.split(","):
+        name, _, given = part.partition("=")
+        if name not in _SAMPLER:
+            raise ValueError
+        field_name, read = _SAMPLER[name]
+        found[field_name] = read(given)
+    return found
+
+
+def sampler(value: str) -> str:
+    sampler_fields(value)
+    return value
+
+
+sampler.__doc__ = sampler_fields.__doc__
+
+
+@frozen(kw_only=True)
+class PostThinking:
+    """How replies are drawn once their reasoning is over, where requests do not say so. Any of the flags turns it on.
+
+    Later flags of the class go over the sampler.
+    """
+
+    post_thinking: bool = flag("draw what follows reasoning apart from it, at temperature 0.2", default=False)
+    post_thinking_sampler: str | None = flag(
+        "how to draw what follows reasoning: temp=F,top_p=F,top_k=N and also min_p, presence, frequency",
+        sampler,
+        value="FIELDS",
+    )
+    post_thinking_temperature: float | None = flag("of what follows reasoning", real(0, 2), value="F")
+    post_thinking_top_p: float | None = flag("of what follows reasoning", real(0, 1), value="F")
+    post_thinking_top_k: int | None = flag("of what follows reasoning", whole())
+
+    def fields(self) -> Mapping[str, float] | None:
+        """By the names of Sampling; None: no flag was given."""
+        found = sampler_fields(self.post_thinking_sampler) if self.post_thinking_sampler else {}
+        for name in ("temperature", "top_p", "top_k"):
+            value = getattr(self, f"post_thinking_{name}")
+            if value is not None:
+                found[name] = value
+        return found if found or self.post_thinking else None
+
+
 @frozen(kw_only=True)
 class ServeConfig:
     """A server around an engine."""
 
     engine: EngineConfig = group(EngineConfig)
     defaults: SamplingDefaults = group(SamplingDefaults, factory=SamplingDefaults)
+    post_thinking: PostThinking = group(PostThinking, factory=PostThinking)
     host: str = flag("address to listen on", value="HOST", default="127.0.0.1")
     port: int = flag("port to listen on; 0: any free one", whole(0, 65535), default=8080)
     api_keys: tuple[str, ...] = flag(

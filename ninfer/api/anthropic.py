@@ -16,6 +16,7 @@ from ninfer.api.common import sampling
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, choice, decode, integer, number, text
 from ninfer.api.formats import response_format
+from ninfer.api.post_thinking import post_thinking
 from ninfer.api.prepare import encode_prompts
 from ninfer.api.serving import Serving
 from ninfer.api.sse import PING, Event, body_of, pack
@@ -69,6 +70,7 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
         thinking_budget=budget,
+        post_thinking=post_thinking(body),
         format=evolve(format, strict=True) if format is not None else None,
     )
     return ask, View(model=label or served, hidden=hidden)

@@ -55,6 +55,7 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig, log: Re
         eos_ids=loaded.eos_ids,
         generation_config=loaded.generation_config,
         defaults=config.defaults,
+        post_thinking=config.post_thinking.fields(),
         max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
         max_pending=config.engine.max_pending_requests,
         memory=loaded.memory,

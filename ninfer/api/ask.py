@@ -65,6 +65,7 @@ class Ask:
     stream: bool = False
     tools: Tools = field(factory=Tools)
     thinking_budget: int | None = None  # tokens after which thinking is ended
+    post_thinking: Mapping[str, Any] | None = None  # fields of Sampling for what comes after it
     format: JsonSchema | Regex | Ebnf | None = None  # what replies are kept to
 
 

@@ -17,6 +17,7 @@ import attrs
 from ninfer.api.ask import Ask, Prompt
 from ninfer.api.errors import failure
 from ninfer.api.journal import Entry
+from ninfer.api.post_thinking import switch
 from ninfer.api.prepare import prepare
 from ninfer.api.reply import Reply
 from ninfer.api.serving import Serving
@@ -68,6 +69,7 @@ class Run:
             stop_ids=frozenset() if ask.ignore_eos else self._serving.eos_ids,
             logprobs=ask.logprobs,
             mask=mask,
+            switch=switch(self._serving, ask, prompt, sampling, index % ask.n),
         )
 
     async def _pump(self, index: int, request: GenerateRequest) -> None:

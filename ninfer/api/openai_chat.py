@@ -12,6 +12,7 @@ from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, thinking_budg
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, integer, text
 from ninfer.api.formats import grammar, response_format
+from ninfer.api.post_thinking import post_thinking
 from ninfer.api.sse import Event
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.api.tools import read_tools
@@ -54,6 +55,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
         thinking_budget=thinking_budget(body),
+        post_thinking=post_thinking(body),
         format=response_format(body["response_format"]) or grammar(body),
     )
     include_usage = bool(options.given and options["include_usage"].maybe(boolean))

@@ -12,6 +12,7 @@ from ninfer.api.ask import Ask, Chat, Head
 from ninfer.api.common import MAX_LOGPROBS, sampling, thinking_budget
 from ninfer.api.fields import Value, boolean, choice, integer, text
 from ninfer.api.formats import response_format
+from ninfer.api.post_thinking import post_thinking
 from ninfer.api.responses_input import messages, read_items
 from ninfer.api.responses_store import Item, ResponseStore
 from ninfer.api.responses_stream import ResponseStream, View
@@ -29,6 +30,7 @@ READ = frozenset(
             "include",
             "chat_template_kwargs",
             "thinking_budget",
+            "post_thinking",
             "temperature",
             "top_p",
             "top_k",
@@ -85,6 +87,7 @@ class Responses:
             stream=body["stream"].maybe(boolean) or False,
             tools=tools,
             thinking_budget=thinking_budget(body),
+            post_thinking=post_thinking(body),
             format=response_format(format, flat=True),
         )
         store = body["store"].maybe(boolean) is not False

@@ -32,6 +32,7 @@ class Serving:
     eos_ids: frozenset[int]
     generation_config: Mapping[str, Any] = field(factory=dict)
     defaults: SamplingDefaults = field(factory=SamplingDefaults)
+    post_thinking: Mapping[str, float] | None = None  # what flags say of answers behind reasoning; None: nothing
     max_replies: int = 128
     max_pending: int = 16
     timeout_s: float | None = None  # of a whole request

@@ -27,12 +27,13 @@ class Limits:
 @frozen(kw_only=True)
 class Draw:
     """How the token after a row is drawn. seed: resolved (never None). masked: the slot's grammar masks apply, row i
-    of them to the i-th draw of the step."""
+    of them to the i-th draw of the step. counted: token counts are kept for later draws, which have penalties."""
 
     sampling: Sampling
     seed: int
     logprobs: int | None = None
     masked: bool = False
+    counted: bool = False
 
 
 @frozen(kw_only=True)
@@ -42,7 +43,7 @@ class SeqRows:
     generated: these tokens were sampled (they count for penalties as such), else they are prompt.
     draw None: a prefill chunk that is not the last: no logits. num_draws: of the last rows, each is drawn after; more
     than one in rounds of drafts, whose rows are the token drawn last and the drafts. proposal: how
-    the drafts came about, as in ir/step.py.
+    the drafts came about, as in ir/step.py. later: from which of the draws on another one holds, and that one.
     """
 
     slot: int
@@ -52,6 +53,12 @@ class SeqRows:
     draw: Draw | None
     num_draws: int = 1
     proposal: int = 0
+    later: tuple[int, Draw] | None = None
+
+    def draw_at(self, index: int) -> Draw:
+        """Of the draws, which there must be."""
+        assert self.draw is not None
+        return self.later[1] if self.later is not None and index >= self.later[0] else self.draw
 
 
 @frozen

@@ -31,13 +31,13 @@ from ninfer.errors import (
     Overloaded,
     QueueTimeout,
 )
-from ninfer.runtime.batch import Draw, Drawn, ModelRunner, SeqRows
+from ninfer.runtime.batch import Drawn, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
 from ninfer.runtime.kv.cache import ContextCache
 from ninfer.runtime.kv.setup import page_source
 from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, TokenMask, TokenOut
 from ninfer.runtime.scheduler import Part, Scheduler, Step, StepKind
-from ninfer.runtime.sequence import Failed, Phase, Sequence, Sink
+from ninfer.runtime.sequence import SEED_MASK, Failed, Phase, Sequence, Sink, draws_of
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Engine:
         seq = Sequence(
             request=request,
             sink=sink,
-            seed=secrets.randbits(64) if seed is None else seed & ((1 << 64) - 1),
+            seed=secrets.randbits(64) if seed is None else seed & SEED_MASK,
             max_tokens=min(request.max_tokens, max(1, self.context_len - num_prompt)),
             arrived_s=self._clock(),
         )
@@ -410,12 +410,12 @@ class Engine:
         generated = seq.phase is Phase.DECODE
         end = seq.kv_len + part.count
         drafts = seq.drafts if generated else ()
-        draw = None
+        draw = later = None
         if generated or (end == seq.prompt_len and seq.max_tokens):
             masked = False
             if request.mask is not None:
                 drafts, masked = self._set_masks(seq.slot, request.mask, drafts)
-            draw = Draw(sampling=request.sampling, seed=seq.seed, logprobs=request.logprobs, masked=masked)
+            draw, later = draws_of(seq, drafts, masked)
         return SeqRows(
             slot=seq.slot,
             kv_len=seq.kv_len,
@@ -424,6 +424,7 @@ class Engine:
             draw=draw,
             num_draws=1 + len(drafts),
             proposal=0 if self.speculation is None else self.speculation.proposal(seq),
+            later=later,
         )
 
     def _set_masks(self, slot: int, mask: TokenMask, drafts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
@@ -507,6 +508,7 @@ class Engine:
                 return {"reason": FinishReason.STOP, "stop_id": one.token}
             tokens.append(TokenOut(one.token, one.logprob, one.top))
             seq.generated.append(one.token)
+            seq.switched |= request.switch is not None and one.token == request.switch.after
             if seq.num_generated >= seq.max_tokens:
                 return {"reason": FinishReason.LENGTH}
         return None

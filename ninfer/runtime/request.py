@@ -26,6 +26,19 @@ class Sampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(factory=dict)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether draws depend on which tokens came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@frozen
+class Switch:
+    """From the token behind `after` on, a reply is drawn otherwise. seed None: the one it had; the bias stays."""
+
+    after: int
+    sampling: Sampling
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end token, or a stop string found by the text stream
@@ -56,6 +69,7 @@ class GenerateRequest:
     stop_ids: frozenset[int] = frozenset()  # end tokens; empty: generate to max_tokens
     logprobs: int | None = None  # None: no log-probabilities; n: the drawn token's and the n best (0..20)
     mask: TokenMask | None = None
+    switch: Switch | None = None
 
 
 @frozen

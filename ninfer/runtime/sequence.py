@@ -6,10 +6,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import Enum
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from ninfer.errors import NinferError
+from ninfer.runtime.batch import Draw
 from ninfer.runtime.request import Delta, GenerateRequest, Timings
+
+SEED_MASK = (1 << 64) - 1
 
 Sink = Callable[[Seq[Delta]], None]
 """Takes what a step gave the requests that share this sink. Called on the engine's thread; must not block."""
@@ -48,6 +51,7 @@ class Sequence:
     last: int = -1
     num_generated: int = 0
     generated: list[int] = field(factory=list)  # tokens of the reply
+    switched: bool = False  # the request's switch is behind it
     num_cached: int = 0
     drafting: bool = False
     drafts: tuple[int, ...] = ()  # for the next round
@@ -86,3 +90,17 @@ class Sequence:
             num_drafted_tokens=self.num_drafted,
             num_accepted_tokens=self.num_accepted,
         )
+
+
+def draws_of(seq: Sequence, drafts: tuple[int, ...], masked: bool) -> tuple[Draw, tuple[int, Draw] | None]:
+    """How the tokens after a sequence's last row and its drafts are drawn, as SeqRows has it."""
+    request, switch = seq.request, seq.request.switch
+    draw = Draw(sampling=request.sampling, seed=seq.seed, logprobs=request.logprobs, masked=masked)
+    if switch is None:
+        return draw, None
+    seed = seq.seed if switch.sampling.seed is None else switch.sampling.seed & SEED_MASK
+    other = evolve(draw, sampling=switch.sampling, seed=seed)
+    if seq.switched:
+        return other, None
+    draw = evolve(draw, counted=switch.sampling.has_penalties)
+    return draw, (drafts.index(switch.after) + 1, other) if switch.after in drafts else None

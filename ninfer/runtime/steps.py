@@ -56,9 +56,11 @@ def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header:
             row = at - seq.num_draws + i
             step["logit_rows"][num_logits] = row
             position = seq.kv_len + n - seq.num_draws + i + 1
-            uses = _write_params(params[num_logits], seq.draw, seq.slot, position, i)
+            draw = seq.draw_at(i)
+            uses = _write_params(params[num_logits], draw, seq.slot, position, i)
             params[num_logits]["proposal"] = seq.proposal if i + 1 < seq.num_draws else 0  # no draft behind the last
-            flags |= (FLAG_COUNTS if uses & USE_PENALTIES else 0) | (FLAG_LOGPROBS if uses & USE_LOGPROBS else 0)
+            counted = draw.counted or uses & USE_PENALTIES
+            flags |= (FLAG_COUNTS if counted else 0) | (FLAG_LOGPROBS if uses & USE_LOGPROBS else 0)
             num_logits += 1
     header["rows"], header["seqs"], header["logit_rows"], header["flags"] = at, len(seqs), num_logits, flags
     header["step"] += 1
@@ -69,7 +71,7 @@ def _write_params(p: Any, draw: Draw, slot: int, position: int, mask_row: int) -
     """Fill a SampleParams record; returns its flags."""
     s = draw.sampling
     flags = 0
-    if s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0:
+    if s.has_penalties:
         flags |= USE_PENALTIES
     if s.logit_bias:
         flags |= USE_BIAS

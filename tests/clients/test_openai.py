@@ -92,6 +92,29 @@ def test_reasoning_is_apart_and_a_budget_ends_it(client: openai.OpenAI) -> None:
     assert short.content and "think" not in short.content
 
 
+def test_an_answer_behind_reasoning_can_be_drawn_apart_from_it(client: openai.OpenAI, tiny: Process) -> None:
+    """Six drawn tokens of reasoning, and behind them what the model itself finds likeliest there."""
+
+    def post(path: str, **body: Any) -> Any:
+        return tiny.http.post(path, json=body).json()
+
+    opened = post("/apply-template", messages=HELLO, enable_thinking=True)["prompt"]
+    ids = post("/tokenize", content=opened)["tokens"]
+    closing = post("/tokenize", content="\n")["tokens"] + post("/tokenize", content="</think>")["tokens"]
+    seen = set()
+    for seed in range(3):
+        drawn = {"temperature": 1.5, "seed": seed}
+        thought = post("/completion", prompt=ids, n_predict=6, return_tokens=True, **drawn)["tokens"]
+        likeliest = post("/completion", prompt=ids + thought + closing, temperature=0, n_predict=20)["content"]
+        body: Any = {"enable_thinking": True, "thinking_budget": 6, "post_thinking": {"temperature": 0}}
+        reply = client.chat.completions.create(
+            model="", messages=HELLO, max_tokens=6 + len(closing) + 20, extra_body=body, **drawn
+        )
+        assert reply.choices[0].message.content == likeliest.lstrip("\n")
+        seen.add(tuple(thought))
+    assert len(seen) == 3
+
+
 def test_a_tool_is_called_and_answered(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="", messages=ASK_WEATHER, tools=[WEATHER], temperature=0)
     message = reply.choices[0].message

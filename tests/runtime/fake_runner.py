@@ -94,7 +94,7 @@ class FakeRunner:
         assert history == cached, f"slot {s.slot}: somebody else wrote to its pages"
         if s.draw is None:
             return None
-        return self._draw(s.slot, s.draw, history)
+        return self._draw(s.slot, s.draw_at(0), history)
 
     def verify(self, seqs: Sequence[SeqRows]) -> Mapping[str, Any]:
         """The "verify" graph: a draw after every row; what the slots hold stays as it was until `fold`."""
@@ -111,7 +111,7 @@ class FakeRunner:
             for i, token in enumerate(s.tokens):
                 self._memory[self._place(s.slot, len(history))] = token
                 history.append(token)
-                found.append(self._draw(s.slot, s.draw, history, i))
+                found.append(self._draw(s.slot, s.draw_at(i), history, i))
         return {
             "token": np.array([d.token for d in found], np.int32),
             "logprob": np.array([[-1.0 - i] for i in range(len(found))], np.float32),

@@ -21,6 +21,7 @@ from ninfer.runtime.draft.ngram import NgramDrafter
 from ninfer.runtime.draft.width import AdaptiveWidth, Survival
 from ninfer.runtime.request import DraftStats, GenerateRequest
 from ninfer.runtime.sequence import Sequence as Seq
+from ninfer.runtime.sequence import draws_of
 from ninfer.runtime.steps import read_draws
 
 
@@ -121,7 +122,7 @@ class Speculation:
                 kv_len=s.kv_len,
                 last=s.last,
                 limit=_limit(s, most),
-                temperature=s.request.sampling.temperature,
+                temperature=draws_of(s, (), False)[0].sampling.temperature,
                 seed=s.seed,
             )
             for s in seqs
@@ -181,8 +182,8 @@ class Speculation:
 
 def _can_draft(request: GenerateRequest) -> bool:
     """Penalties depend on the tokens before a draw, and the counts of a slot know those before the round only."""
-    s = request.sampling
-    return s.repetition_penalty == 1 and s.presence_penalty == 0 and s.frequency_penalty == 0
+    switch = request.switch
+    return not (request.sampling.has_penalties or (switch is not None and switch.sampling.has_penalties))
 
 
 def _limit(seq: Seq, most: int) -> int:
