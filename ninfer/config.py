@@ -67,6 +67,14 @@ def file(value: str) -> Path:
     return path
 
 
+def graft(value: str) -> str:
+    """a name, = and a file that exists"""
+    name, _, path = value.partition("=")
+    if not name or not Path(path).is_file():
+        raise ValueError
+    return value
+
+
 def tokens_or_auto(value: str) -> int | None:
     """a whole number from 64, or auto"""
     return None if value == "auto" else whole(64)(value)
@@ -253,6 +261,14 @@ class ServeConfig:
     engine: EngineConfig = group(EngineConfig)
     defaults: SamplingDefaults = group(SamplingDefaults, factory=SamplingDefaults)
     post_thinking: PostThinking = group(PostThinking, factory=PostThinking)
+    grafts: tuple[str, ...] = flag(
+        "a prompt graft that requests may name: its file, with a .json beside it; may be repeated",
+        graft,
+        value="NAME=PATH",
+        name="--graft",
+        default=(),
+    )
+    default_graft: str | None = flag("the graft of requests that name none", value="NAME")
     host: str = flag("address to listen on", value="HOST", default="127.0.0.1")
     port: int = flag("port to listen on; 0: any free one", whole(0, 65535), default=8080)
     api_keys: tuple[str, ...] = flag(
@@ -271,6 +287,10 @@ class ServeConfig:
     log_level: str = flag(
         "what goes to stderr", choices=("debug", "info", "warning", "error", "critical", "off"), default="info"
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.default_graft and self.default_graft not in (g.partition("=")[0] for g in self.grafts):
+            raise UsageError(f"--default-graft {self.default_graft}: no --graft has this name")
 
     def all_api_keys(self) -> tuple[str, ...]:
         """Those given and those in the file. Raises UsageError when the file cannot be read or has none."""

@@ -70,6 +70,7 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
         thinking_budget=budget,
+        graft=body["graft"].maybe(text),
         post_thinking=post_thinking(body),
         format=evolve(format, strict=True) if format is not None else None,
     )

@@ -56,6 +56,8 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig, log: Re
         generation_config=loaded.generation_config,
         defaults=config.defaults,
         post_thinking=config.post_thinking.fields(),
+        grafts=loaded.grafts,
+        default_graft=config.default_graft,
         max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
         max_pending=config.engine.max_pending_requests,
         memory=loaded.memory,

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from ninfer.runtime.grafts import Graft
 from ninfer.text.chat import THINK_TAGS, ThinkTags
 from ninfer.text.grammar import Ebnf, JsonSchema, Regex
 
@@ -65,6 +66,7 @@ class Ask:
     stream: bool = False
     tools: Tools = field(factory=Tools)
     thinking_budget: int | None = None  # tokens after which thinking is ended
+    graft: str | None = None  # None: the server's default; "": none
     post_thinking: Mapping[str, Any] | None = None  # fields of Sampling for what comes after it
     format: JsonSchema | Regex | Ebnf | None = None  # what replies are kept to
 
@@ -76,5 +78,6 @@ class Prompt:
     ids: tuple[int, ...]
     text: str = ""  # of plain prompts
     num_cached: int = 0  # tokens that the engine had from earlier, once it has said so
+    graft: Graft | None = None  # its ids come first
     thinking: bool | None = None  # whether the reply begins inside the tags; None: it knows no reasoning
     tags: ThinkTags = THINK_TAGS

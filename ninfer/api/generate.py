@@ -69,6 +69,8 @@ class Run:
             stop_ids=frozenset() if ask.ignore_eos else self._serving.eos_ids,
             logprobs=ask.logprobs,
             mask=mask,
+            prefix_len=len(prompt.graft.ids) if prompt.graft is not None else 0,
+            prefix_given=prompt.graft is not None and prompt.graft.state is not None,
             switch=switch(self._serving, ask, prompt, sampling, index % ask.n),
         )
 

@@ -55,6 +55,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         stream=body["stream"].maybe(boolean) or False,
         tools=tools,
         thinking_budget=thinking_budget(body),
+        graft=body["graft"].maybe(text),
         post_thinking=post_thinking(body),
         format=response_format(body["response_format"]) or grammar(body),
     )

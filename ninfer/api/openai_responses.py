@@ -31,6 +31,7 @@ READ = frozenset(
             "chat_template_kwargs",
             "thinking_budget",
             "post_thinking",
+            "graft",
             "temperature",
             "top_p",
             "top_k",
@@ -87,6 +88,7 @@ class Responses:
             stream=body["stream"].maybe(boolean) or False,
             tools=tools,
             thinking_budget=thinking_budget(body),
+            graft=body["graft"].maybe(text),
             post_thinking=post_thinking(body),
             format=response_format(format, flat=True),
         )

@@ -125,7 +125,9 @@ def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
         if thinking:
             raise BadRequest("a reply that thinks first cannot be begun for it; turn thinking off", path="messages")
         ids += encode(serving.tokenizer, chat.prefill, parse_special=False)
-    return Prompt(ids=tuple(ids), thinking=thinking, tags=template.tags)
+    graft = serving.graft(ask.graft)
+    before = () if graft is None else graft.ids
+    return Prompt(ids=(*before, *ids), graft=graft, thinking=thinking, tags=template.tags)
 
 
 def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

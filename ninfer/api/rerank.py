@@ -79,7 +79,9 @@ def prompts(serving: Serving, asked: Asked) -> list[tuple[int, ...]]:
         told = f"<Instruct>: {asked.instruction}\n<Query>: {asked.query}\n<Document>: {document}"
         turns = ({"role": "system", "content": JUDGE}, {"role": "user", "content": told})
         chat = Chat(messages=turns, options={"enable_thinking": False})
-        ask = Ask(prompts=(chat,), prompt_path=f"{'texts' if asked.plain else 'documents'}[{i}]", model=asked.model)
+        ask = Ask(
+            prompts=(chat,), prompt_path=f"{'texts' if asked.plain else 'documents'}[{i}]", model=asked.model, graft=""
+        )
         found.append(encode_prompts(serving, ask)[0].ids)
     return found
 

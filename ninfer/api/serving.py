@@ -12,6 +12,7 @@ from ninfer.api.journal import Journal
 from ninfer.api.sse import PING_S
 from ninfer.config import SamplingDefaults
 from ninfer.errors import BadRequest, UnknownModel
+from ninfer.runtime.grafts import Graft
 from ninfer.runtime.request import EngineClient, Sampling
 from ninfer.text.chat import ChatTemplate
 from ninfer.text.grammar import Grammars
@@ -33,6 +34,8 @@ class Serving:
     generation_config: Mapping[str, Any] = field(factory=dict)
     defaults: SamplingDefaults = field(factory=SamplingDefaults)
     post_thinking: Mapping[str, float] | None = None  # what flags say of answers behind reasoning; None: nothing
+    grafts: Mapping[str, Graft] = field(factory=dict)
+    default_graft: str | None = None
     max_replies: int = 128
     max_pending: int = 16
     timeout_s: float | None = None  # of a whole request
@@ -50,6 +53,17 @@ class Serving:
         """No name is the served model. Raises UnknownModel."""
         if name and name != self.model_id:
             raise UnknownModel(f"model {name[:80]!a} is not served here; {self.model_id!a} is")
+
+    def graft(self, name: str | None) -> Graft | None:
+        """None: the default. Raises BadRequest."""
+        name = self.default_graft if name is None else name
+        if not name:
+            return None
+        if name not in self.grafts:
+            there = ", ".join(self.grafts) or "none"
+            message = f"graft: {name[:40]!a} is not loaded; there are {there}, and the empty name for no graft"
+            raise BadRequest(message, path="graft", code="unknown_graft")
+        return self.grafts[name]
 
     def template(self) -> ChatTemplate:
         """Raises BadRequest."""

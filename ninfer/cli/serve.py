@@ -240,7 +240,7 @@ def load_engine(
     from ninfer.runtime.load import load
 
     begun = time.perf_counter()
-    loaded = load(config.engine, console.report, console.progress)
+    loaded = load(config.engine, console.report, console.progress, grafts=config.grafts)
     if config.engine.explain:
         console.line(loaded.explain())
     console.report("loaded", f"{loaded.model_id}  in {time.perf_counter() - begun:.1f} s")

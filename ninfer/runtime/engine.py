@@ -329,6 +329,8 @@ class Engine:
                 self.runner.set_pages(seq.slot, 0, seq.pages)
                 if self._cache is not None:
                     self._cache.resume(seq)
+                if seq.request.prefix_given and seq.num_cached < seq.request.prefix_len:
+                    raise NinferError("the state that stands before the prompt is not there")
                 if seq.request.sampling.logit_bias:
                     self.runner.set_bias(seq.slot, seq.request.sampling.logit_bias)
                 if self.speculation is not None:

@@ -33,6 +33,8 @@ from ninfer.runtime.backend import Backend, Progress, Report, open_backend
 from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
 from ninfer.runtime.draft.stages import Stage, lower_rounds, plan_rounds, speculation_of
+from ninfer.runtime.grafts import Graft, load_grafts
+from ninfer.runtime.kv.given import check_grafts, given_tier
 from ninfer.runtime.kv.setup import fingerprint
 from ninfer.runtime.kv.store import StateStore
 from ninfer.runtime.memory_plan import ModelSizes, plan_memory
@@ -90,6 +92,7 @@ class Loaded:
     explain: Callable[[], str]
     speculation: Speculation | None = None
     memory: Mapping[str, int] = attrs.field(factory=dict)  # bytes by what they are for, such as weights_bytes
+    grafts: Mapping[str, Graft] = attrs.field(factory=dict)
 
 
 def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_needed: bool = True) -> Model:
@@ -139,11 +142,19 @@ def _open_artifact(config: EngineConfig) -> Artifact:
     return open_artifact(demo_path(cache_dir()) if config.model == "demo" else Path(config.model))
 
 
-def load(config: EngineConfig, report: Report = no_report, progress: Progress = no_progress) -> Loaded:
-    """Everything up to the first step.   Raises StartupError subclasses with one clear line."""
+def load(
+    config: EngineConfig,
+    report: Report = no_report,
+    progress: Progress = no_progress,
+    *,
+    grafts: Sequence[str] = (),
+) -> Loaded:
+    """Everything up to the first step. grafts: NAME=PATH.   Raises StartupError subclasses with one clear line."""
     started = time.perf_counter()
     model = open_model(config, report)
     assert model.tokenizer is not None
+    found = load_grafts(grafts, model.spec)
+    check_grafts(found.values(), config)
     backend = open_backend(config, report, progress)
     device = backend.device
     if config.device_profile == "calibrate":
@@ -166,6 +177,8 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
     entries = device.compile(all_plans)
     arena = max(p.arena_bytes for p in all_plans)
     memory = device.memory(weights, states, env_of(limits, limits.max_rows), arena)
+    store = StateStore(memory, states)
+    given = given_tier(found.values(), model.spec, model.kv, store, limits)
     consts = const_arrays(*graphs)
     bound = {m: {w: device.bind(p, memory, consts, entries) for w, p in by.items()} for m, by in plans.items()}
     widths = ", ".join(map(str, plans["sample"]))
@@ -175,9 +188,7 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         runs = {mode: Stage(by_width) for mode, by_width in bound.items()}
         speculation = speculation_of(rounds, runs, model.tokenizer.special_ids)
     return Loaded(
-        runner=CompiledRunner(
-            limits, device, memory, bound["sample"], StateStore(memory, states), _fingerprint(model, config)
-        ),
+        runner=CompiledRunner(limits, device, memory, bound["sample"], store, _fingerprint(model, config), given),
         tokenizer=model.tokenizer,
         chat_template=_chat_template(model, config),
         model_id=config.model_id or model.artifact.model_id,
@@ -188,6 +199,7 @@ def load(config: EngineConfig, report: Report = no_report, progress: Progress = 
         ),
         speculation=speculation,
         memory=_ledger(states, backend.weight_bytes(weights), limits, arena),
+        grafts=found,
     )
 
 

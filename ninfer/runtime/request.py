@@ -70,6 +70,8 @@ class GenerateRequest:
     logprobs: int | None = None  # None: no log-probabilities; n: the drawn token's and the n best (0..20)
     mask: TokenMask | None = None
     switch: Switch | None = None
+    prefix_len: int = 0  # prompt tokens that other requests begin with as well
+    prefix_given: bool = False  # these stand for a state that was given, and cannot be computed from them
 
 
 @frozen

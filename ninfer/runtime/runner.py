@@ -16,6 +16,7 @@ from ninfer.ir.graph import Graph
 from ninfer.ir.types import Env, TensorType
 from ninfer.routes.lower import Lowering
 from ninfer.runtime.batch import Drawn, Limits, SeqRows
+from ninfer.runtime.kv.given import GivenTier
 from ninfer.runtime.kv.store import CacheStore
 from ninfer.runtime.steps import fill_step, read_drawn
 
@@ -38,6 +39,7 @@ class CompiledRunner:
     executables: Mapping[int, Executable]
     cache_store: CacheStore | None = None
     fingerprint: str = "model"  # of the model and everything that changes what its cached bytes mean
+    given: GivenTier | None = None  # states that stand before prompts
     _bias_slots: set[int] = field(factory=set)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:

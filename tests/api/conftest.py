@@ -22,6 +22,7 @@ from ninfer.api.app import build_app
 from ninfer.api.request_log import RequestLog
 from ninfer.config import EngineConfig, SamplingDefaults, ServeConfig
 from ninfer.errors import NinferError, Overloaded
+from ninfer.runtime.grafts import Graft
 from ninfer.runtime.load import Loaded
 from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, Timings, TokenOut
 from ninfer.text.chat import ChatTemplate
@@ -208,6 +209,7 @@ def starter(tokenizer: Tokenizer) -> Iterator[Start]:
         engine: EngineConfig | None = None,
         headers: dict[str, str] | None = None,
         log: RequestLog | None = None,
+        loads: tuple[Graft, ...] = (),
         **config: Any,
     ) -> Server:
         client = client or FakeClient()
@@ -221,6 +223,7 @@ def starter(tokenizer: Tokenizer) -> Iterator[Start]:
             generation_config=generation_config or {},
             eos_ids=frozenset({end}),
             explain=str,
+            grafts={graft.name: graft for graft in loads},
         )
         app = build_app(
             loaded,

@@ -171,7 +171,7 @@ class FakeStore:
     def write_image(self, slot: int, data: NDArray[np.uint8]) -> None:
         self.runner._cached[slot] = [t for t in data.view(np.int32).tolist() if t >= 0]
 
-    def resume(self, slot: int, tokens: Sequence[int]) -> None:
+    def resume(self, slot: int, tokens: Sequence[int], skip: int = 0) -> None:
         if self.image_bytes:
             assert self.runner._cached[slot] == list(tokens), "the state is of another history"
         self.runner._cached[slot] = list(tokens)

@@ -74,8 +74,14 @@ class ContextCache:
     """Gives sequences their pages, and takes them back. Used by the engine's thread."""
 
     def __init__(
-        self, pages: Pages, store: CacheStore, options: CacheOptions | None = None, disk: DiskTier | None = None
+        self,
+        pages: Pages,
+        store: CacheStore,
+        options: CacheOptions | None = None,
+        disk: DiskTier | None = None,
+        more: Sequence[Tier] = (),
     ) -> None:
+        """more: tiers that are read alone."""
         self.options = options or CacheOptions()
         self.pages = pages
         self.index = PrefixIndex(pages, self._spill)
@@ -86,7 +92,7 @@ class ContextCache:
         self.images = ImageTier(share, self.knows)
         self.host = HostTier(self.options.host_bytes - share)
         self.disk = disk
-        self._tiers: tuple[Tier, ...] = (self.images, self.host) if disk is None else (self.images, self.host, disk)
+        self._tiers: tuple[Tier, ...] = (self.images, self.host, *(() if disk is None else (disk,)), *more)
         self._live: dict[Seq, _Live] = {}
         self._chunks: dict[Seq, list[Chunk]] = {}  # of those that wait
 
@@ -157,7 +163,8 @@ class ContextCache:
         live.plan = Plan(Match(plan.match.pages, plan.match.key), num_tokens=at, num_known=plan.num_known)
         live.taps = self._taps(seq, live.plan)
         if at:
-            self._store.resume(seq.slot, seq.request.prompt_ids[:at])
+            given = seq.request.prefix_len if seq.request.prefix_given else 0
+            self._store.resume(seq.slot, seq.request.prompt_ids[:at], given)
         seq.kv_len = seq.num_cached = at
 
     def progress(self, seq: Seq) -> None:
@@ -286,7 +293,7 @@ class ContextCache:
         if not self.recurrent:
             return []
         last = (seq.prompt_len - 1) // PAGE * PAGE
-        wanted = [last, min(plan.num_known // PAGE * PAGE, last)]
+        wanted = [last, *(min(n // PAGE * PAGE, last) for n in (plan.num_known, seq.request.prefix_len))]
         step = self.options.ladder_tokens
         while step < seq.prompt_len and len(wanted) < MAX_TAPS:
             wanted.append((seq.prompt_len - step) // PAGE * PAGE)

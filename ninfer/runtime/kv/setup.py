@@ -9,6 +9,7 @@ from ninfer.config import EngineConfig
 from ninfer.runtime.batch import ModelRunner
 from ninfer.runtime.kv.cache import CacheOptions, ContextCache, PageSource, PlainPages
 from ninfer.runtime.kv.disk import DiskTier
+from ninfer.runtime.kv.given import GivenTier
 from ninfer.runtime.kv.pages import Pages
 from ninfer.runtime.kv.store import CacheStore
 
@@ -28,7 +29,8 @@ def page_source(pages: Pages, runner: ModelRunner, config: EngineConfig) -> Page
     if config.disk_kv_path is not None:
         folder = config.disk_kv_path / getattr(runner, "fingerprint", "model")
         disk = DiskTier(folder, config.disk_kv_gib << 30, restore=config.disk_kv_restore)
-    return ContextCache(pages, store, options, disk)
+    given: GivenTier | None = getattr(runner, "given", None)
+    return ContextCache(pages, store, options, disk, () if given is None else (given,))
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:

@@ -39,8 +39,8 @@ class CacheStore(Protocol):
 
     def write_image(self, slot: int, data: Bytes) -> None: ...
 
-    def resume(self, slot: int, tokens: Sequence[int]) -> None:
-        """The slot goes on after these prompt tokens: penalties know them."""
+    def resume(self, slot: int, tokens: Sequence[int], skip: int = 0) -> None:
+        """The slot goes on after these prompt tokens: penalties know them, but for the first `skip`."""
 
 
 class StateMemory(Protocol):
@@ -98,10 +98,26 @@ class StateStore:
     def write_image(self, slot: int, data: Bytes) -> None:
         self._write(self._images, slot, data)
 
-    def resume(self, slot: int, tokens: Sequence[int]) -> None:
+    def page_of(self, rows: Mapping[str, Bytes]) -> Bytes:
+        """A page from what its states hold, by name. Zeros for those that are not named, such as a drafter's."""
+        return np.concatenate([rows.get(n, np.zeros(self._row_bytes(n), np.uint8)) for n in self._pages])
+
+    def image_of(self, states: Mapping[str, NDArray[np.float32]]) -> Bytes:
+        """An image from the states of a slot, by name; zeros for those that are not named."""
+        parts = []
+        for name in self._images:
+            values = np.zeros(self._row_bytes(name), np.uint8)
+            if name in states:
+                values = np.ascontiguousarray(states[name], self.types[name].dtype.numpy).reshape(-1).view(np.uint8)
+                if len(values) != self._row_bytes(name):
+                    raise ValueError(f"{len(values)} bytes are not the state {name}, {self.types[name]}")
+            parts.append(values)
+        return np.concatenate(parts)
+
+    def resume(self, slot: int, tokens: Sequence[int], skip: int = 0) -> None:
         if "counts" in self.types:
             counts = np.zeros(int(self.types["counts"].shape[1]), np.int32)
-            counts[np.unique(np.array(tokens, np.int64))] = PROMPT_BIT
+            counts[np.unique(np.array(tokens[skip:], np.int64))] = PROMPT_BIT
             self.memory.write_state("counts", slot, counts)
 
     def _read(self, names: Sequence[str], index: int) -> Bytes:
