@@ -5,19 +5,16 @@
     causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
+    norm or product -> hadamard -> products                               rotated, with codes: rewrite_rotated.py
 
 A decode step of a layer is so five launches: projections in, mixer, projection out, gate and up, down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-from attrs import define, evolve, field
+from attrs import evolve
 
 from ninfer.ir.graph import Graph, Kind, Node, Value
-from ninfer.ir.op import Op
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.elementwise import SigmoidMul
 from ninfer.ir.ops.fused import FusedAttention, FusedDelta, FusedDeltaPeek
@@ -26,51 +23,8 @@ from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
-from ninfer.ir.types import Types
-
-GROUP = 32  # values that share a scale where codes pass between ops
-
-Accepts = Callable[[Op, Types], bool]
-O = TypeVar("O", bound=Op)
-
-
-@define
-class Rewriter:
-    """A graph's nodes as they are now. accepts: whether the device has a route for an op of these arguments."""
-
-    graph: Graph
-    accepts: Accepts
-    nodes: list[Node] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.nodes = list(self.graph.nodes)
-
-    def made_by(self, value: Value, kind: type[O]) -> Node | None:
-        """The node of that kind whose only result this is, if nothing but one node reads it."""
-        if value.kind is not Kind.NODE or value in self.graph.outputs.values():
-            return None
-        for node in self.nodes:
-            if value in node.outs:
-                alone = len(node.outs) == 1 and len(self.readers(value)) == 1
-                return node if alone and type(node.op) is kind else None
-        return None
-
-    def readers(self, value: Value) -> list[Node]:
-        return [n for n in self.nodes for a in n.args if a is value]
-
-    def only_reader(self, value: Value, kind: type[O]) -> Node | None:
-        readers = self.readers(value)
-        alone = len(readers) == 1 and value not in self.graph.outputs.values()
-        return readers[0] if alone and type(readers[0].op) is kind else None
-
-    def put(self, old: Sequence[Node], op: Op, args: Sequence[Value], outs: Sequence[Value]) -> bool:
-        """Replace nodes by one at the place of the last of them."""
-        if not self.accepts(op, tuple(a.type for a in args)):
-            return False
-        last = max(self.nodes.index(n) for n in old)
-        self.nodes[last] = Node(op, tuple(args), tuple(outs), self.nodes[last].layer)
-        self.nodes = [n for n in self.nodes if not any(n is o for o in old)]
-        return True
+from ninfer.ir.rewrite_rotated import coded_rotations, rotations
+from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
 
 
 def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
@@ -94,10 +48,17 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
     for node in list(r.nodes):
         if codes and isinstance(node.op, FusedLinear) and node.op.norm and not node.op.packed:
             _weighed(r, node)
-    fused = Graph()
-    fused.nodes, fused.weights, fused.states = r.nodes, graph.weights, graph.states
-    fused.consts, fused.outputs, fused.step = graph.consts, graph.outputs, graph.step
-    return fused
+    rotations(r)
+    if codes:
+        coded_rotations(r)
+    return r.done()
+
+
+def fuse_rotations(graph: Graph, accepts: Accepts) -> Graph:
+    """As `fuse`, for devices whose products take rows as they are: what is computed stays the same, bit for bit."""
+    r = Rewriter(graph, accepts)
+    rotations(r)
+    return r.done()
 
 
 def _attention(r: Rewriter, node: Node) -> None:

@@ -13,6 +13,7 @@ from ninfer.routes import (
     linear_cuda,
     norm_cuda,
     recurrent_cuda,
+    rotated_cuda,
     sample_cuda,
 )
 from ninfer.routes.route import Route
@@ -23,6 +24,7 @@ def cuda_routes(units: int) -> tuple[Route[Any], ...]:
     return (
         *linear_cuda.routes(units),
         *norm_cuda.ROUTES,
+        *rotated_cuda.ROUTES,
         *attention_cuda.ROUTES,
         *embed_cuda.ROUTES,
         *elementwise_cuda.ROUTES,

@@ -155,7 +155,7 @@ def _route(op: type[Any], name: str, context: Callable[[Op, Types, Env, Tuning],
 
 
 def _hadamard_threads(op: Hadamard) -> int:
-    return max(32, min(256, op.block // 2))
+    return max(32, min(256, op.block // 8))
 
 
 def _hadamard_geometry(op: Hadamard, types: Types, env: Env, tuning: Tuning) -> Geometry:

@@ -28,18 +28,18 @@ def _runs(types: Types, env: Env) -> int:
     return rows * (n // _run(types))
 
 
-def _lanes(d: int) -> int:
+def norm_lanes(d: int) -> int:
     """Warps for a run."""
     return 1 if d <= WARP_RUN else min(32, max(4, ceil(d / 320)))
 
 
 def _geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    lanes, runs = _lanes(_run(types)), _runs(types, env)
+    lanes, runs = norm_lanes(_run(types)), _runs(types, env)
     return Geometry((runs, 1, 1), 32 * lanes) if lanes > 1 else Geometry((ceil(runs / 4), 1, 1), 128)
 
 
 def _context(op: Op, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    lanes = _lanes(_run(types))
+    lanes = norm_lanes(_run(types))
     return {"lanes": lanes, "warps": lanes if lanes > 1 else 4, "gated": isinstance(op, GatedRmsNorm)}
 
 

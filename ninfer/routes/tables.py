@@ -11,6 +11,7 @@ from ninfer.routes import (
     linear_cpu,
     norm_cpu,
     recurrent_cpu,
+    rotated_cpu,
     sample_cpu,
 )
 from ninfer.routes.route import RouteRegistry
@@ -19,6 +20,7 @@ REGISTRY = RouteRegistry(
     (
         *linear_cpu.ROUTES,
         *norm_cpu.ROUTES,
+        *rotated_cpu.ROUTES,
         *attention_cpu.ROUTES,
         *recurrent_cpu.ROUTES,
         *journal_cpu.ROUTES,

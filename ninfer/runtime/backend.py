@@ -23,7 +23,7 @@ from ninfer.errors import DeviceError, UsageError
 from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Graph
 from ninfer.ir.op import Op
-from ninfer.ir.rewrites import fuse
+from ninfer.ir.rewrites import fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, TensorType, Types
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
@@ -62,16 +62,17 @@ class Backend:
         return self.info.kind != "cpu"
 
     def graph(self, graph: Graph, env: Env) -> Graph:
-        """The graph as this device runs it at a width: fused on GPUs, as far as there are routes.
+        """The graph as this device runs it at a width: fused as far as there are routes.
 
-        Fused kernels round activations; under --deterministic every width runs the same unfused routes.
+        Fused kernels of GPUs round activations; under --deterministic every width runs the same unfused routes, but
+        for rotations, which are the same bits fused or not.
         """
-        if not self.is_gpu or self.deterministic:
-            return graph
 
         def accepts(op: Op, types: Types) -> bool:
             return bool(self.registry.candidates(op, types, env, self.info))
 
+        if not self.is_gpu or self.deterministic:
+            return fuse_rotations(graph, accepts)
         return fuse(graph, accepts, codes=env.rows <= CODES_WIDTH)
 
     def weights(

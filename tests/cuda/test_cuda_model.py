@@ -63,8 +63,9 @@ def check_model(name: str, device: Any) -> None:
         return bool(lowering.selector.registry.candidates(op, types, small, info))
 
     plans = {24: lowering.lower(graph, large), 2: lowering.lower(fuse(graph, accepts), small)}
-    rotated = "hadamard_signs" in artifact.config  # a rotation stands between norms and products
-    fused = {"fused_attention"} if name in EXACT or rotated else {"fused_attention", "fused_linear"}
+    fused = {"fused_attention"} if name in EXACT else {"fused_attention", "fused_linear"}
+    if "hadamard_signs" in artifact.config:
+        fused |= {"rotated"}
     assert {x.op.key for x in plans[2].launches} >= fused
     memory = device.memory(weights, states, large, max(p.arena_bytes for p in plans.values()))
     consts = {v.name: a for v, a in graph.consts.items()}

@@ -40,3 +40,16 @@ def test_products_of_a_27b_model_take_fast_routes(arch: str, rows: int) -> None:
     assert not slow
     if arch == "sm_90a" and rows <= 8:
         assert len(plan.launches) < 5.2 * 64
+
+
+def test_a_rotated_models_step_has_no_rotations_of_its_own() -> None:
+    info = DeviceInfo("cuda", "sm_90a", "sm_90a", features_of("sm_90a"), "sm_90a", 132, 1 << 37)
+    registry = RouteRegistry(cuda_routes(info.units))
+    backend = Backend(device=Paper(info), registry=registry, free_bytes=None)  # type: ignore[arg-type]
+    env = Env(rows=1, logit_rows=1, seqs=1, slots=1, pages=1024, max_pages=128)
+    graph = backend.graph(
+        open_model(EngineConfig(model="synthetic:bonsai2-27b"), tokenizer_needed=False).graph("sample"), env
+    )
+    keys = [n.op.key for n in graph.nodes]
+    assert keys.count("hadamard") == 1 and keys.count("rms_norm") == 0  # the embedding's
+    assert keys.count("rotated") == keys.count("fused_linear") == 4 * 64 + 1

@@ -13,7 +13,9 @@ from ninfer.ir.graph import Graph
 from ninfer.ir.interp import interpret
 from ninfer.ir.op import Op
 from ninfer.ir.ops.packed_act import FusedLinear
-from ninfer.ir.rewrites import Accepts, fuse
+from ninfer.ir.ops.rotated import Rotated
+from ninfer.ir.rewriter import Accepts
+from ninfer.ir.rewrites import fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, Types
 from ninfer.models import identify
 from ninfer.models.family import Rounds
@@ -21,7 +23,7 @@ from ninfer.runtime.batch import SeqRows
 from ninfer.runtime.steps import fill_step, step_arrays
 from ninfer.runtime.weights import bind_weights
 
-MODELS = ("qwen3.5-tiny", "llama-tiny")
+MODELS = ("qwen3.5-tiny", "llama-tiny", "bonsai-tiny")
 
 
 def build(name: str, mode: str = "logits") -> tuple[Graph, dict[str, Array]]:
@@ -103,3 +105,25 @@ def test_a_round_that_only_looks_stays_one() -> None:
     graph = family.build(spec, artifact.info, kv=kv_by_name("f32"), mode="verify", rounds=rounds)
     keys = Counter(n.op.key for n in fuse(graph, lambda op, types: True).nodes)
     assert keys["fused_delta_peek"] == 3 and keys["fused_delta"] == keys["delta_peek"] == 0
+
+
+def test_rotations_take_no_launch_of_their_own_but_codes_with_them() -> None:
+    """Eleven or twelve launches of a layer become nine or ten; products get codes, and none is rotated twice."""
+    graph, _ = build("bonsai-tiny", "sample")
+    fused = fuse(graph, lambda op, types: True)
+    kinds = Counter((node.op.key, node.layer) for node in fused.nodes)
+    for layer, attention in ((0, False), (3, True)):
+        assert kinds["rotated", layer] == 4 and kinds["hadamard", layer] == kinds["rms_norm", layer] == 0
+        assert kinds["fused_linear", layer] == 4 and kinds["linear", layer] == (0 if attention else 1)  # a and b: plain
+    assert [n.op.key for n in fused.nodes].count("hadamard") == 1  # of the embedding's rows
+    rotated = [n.op for n in fused.nodes if isinstance(n.op, Rotated)]
+    assert all(op.quant for op in rotated) and sum(op.keep for op in rotated) == 3  # layers with a and b
+
+
+def test_rotations_alone_fuse_to_the_same_bits() -> None:
+    graph, weights = build("bonsai-tiny")
+    fused = fuse_rotations(graph, lambda op, types: True)
+    assert len(fused.nodes) == len(graph.nodes) - 3 * 4 - 1  # two norms and a gate of each layer, the head's norm
+    assert len([n for n in fused.nodes if isinstance(n.op, Rotated) and n.op.quant]) == 0
+    for want, got in zip(*(run(g, weights, [5, 1]) for g in (graph, fused)), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from models.test_greedy import equal_steps, generate, smollm2_reference
 from ninfer.config import EngineConfig
 from ninfer.errors import UsageError
+from ninfer.ir.graph import Graph
+from ninfer.ir.rewriter import Accepts
+from ninfer.ir.rewrites import fuse_rotations
 from ninfer.runtime.batch import ModelRunner
 from ninfer.runtime.load import load, load_scorer, open_model
 from ninfer.runtime.perplexity import score_text
@@ -168,3 +171,23 @@ def test_a_folder_without_a_tokenizer_is_refused() -> None:
 
     with pytest.raises(ArtifactError, match=r"llama.*tokenizer"):
         open_model(EngineConfig(model=str(DATA / "llama")))
+
+
+def test_rotations_fused_with_norms_and_gates_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ninfer.runtime import load as loading
+
+    config = EngineConfig(model="synthetic:bonsai-tiny", max_context=256, kv_dtype="f32", device="cpu")
+    results, seen = list[list[NDArray[np.float32]]](), list[bool]()
+
+    def watched(graph: Graph, accepts: Accepts) -> Graph:
+        fused = fuse_rotations(graph, accepts if not results else lambda op, types: False)
+        seen.append(any(n.op.key == "rotated" for n in fused.nodes))
+        return fused
+
+    monkeypatch.setattr("ninfer.runtime.backend.fuse_rotations", watched)
+    for _ in range(2):
+        scorer = loading.load_scorer(config, "logits", tokenizer_needed=False)[0]
+        results.append([outputs(scorer, [part(range(9))]), outputs(scorer, [part([9], 9)])])
+    assert seen == [True, False]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -13,6 +13,7 @@ from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.ops.rotated import Rotated
 from ninfer.ir.ops.sample import CountTokens, Sample, TokenLogprob
 
 OPS = OpTable(
@@ -37,6 +38,7 @@ OPS = OpTable(
         ExpertGlu,
         ExpertSum,
         Hadamard,
+        Rotated,
         JoinNorms,
         TakeHeads,
         CausalConvSilu,

@@ -1,0 +1,70 @@
+"""Rotations to one launch with what makes their rows, and products in a rotated basis to products of codes.
+
+    rms_norm | gated_rms_norm | sigmoid_mul | silu_mul -> hadamard        rotated(maker)
+    hadamard | rotated -> linear | linear_add | linear_swiglu, all        rotated(quant) -> fused_linear(packed)
+
+Where others read the rows too (projections outside of the basis do), they are kept beside the rotated ones.
+"""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from ninfer.ir.graph import Kind, Node, Value
+from ninfer.ir.ops.hadamard import Hadamard
+from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
+from ninfer.ir.ops.packed_act import FusedLinear
+from ninfer.ir.ops.rotated import MAKERS, Rotated
+from ninfer.ir.rewriter import Rewriter
+
+CODE_GROUP = 64  # values that share a scale: what products take when they quantise rows themselves
+EPILOGUES: dict[type, str] = {Linear: "none", LinearAdd: "add", LinearSwiglu: "swiglu"}
+
+
+def rotations(r: Rewriter) -> None:
+    for node in list(r.nodes):
+        if isinstance(node.op, Hadamard) and not node.op.inverse:
+            _made_and_rotated(r, node)
+
+
+def _made_and_rotated(r: Rewriter, node: Node) -> None:
+    assert isinstance(node.op, Hadamard)
+    x, signs = node.args
+    maker = next((n for n in r.nodes if n.outs == (x,) and isinstance(n.op, MAKERS)), None)
+    if maker is None or signs.kind is not Kind.CONST:
+        return
+    keep = len(r.readers(x)) > 1 or x in r.graph.outputs.values()
+    op, outs = Rotated(maker.op, node.op.block, keep), (x, *node.outs) if keep else node.outs
+    r.put([maker, node], op, (*maker.args, signs), outs, first=True)  # other readers of x may come before the rotation
+
+
+def coded_rotations(r: Rewriter) -> None:
+    for node in list(r.nodes):
+        if isinstance(node.op, Rotated) or (isinstance(node.op, Hadamard) and not node.op.inverse):
+            _coded(r, node)
+
+
+def _coded(r: Rewriter, node: Node) -> None:
+    *kept, turned = node.outs
+    rotated = node.op if isinstance(node.op, Rotated) else None
+    if rotated is None:
+        assert isinstance(node.op, Hadamard)
+        rotated = Rotated(None, node.op.block)
+    products = list({id(n): n for n in r.readers(turned)}.values())
+    outside = turned in r.graph.outputs.values()
+    if outside or not all(type(n.op) in EPILOGUES and list(n.args).index(turned) == 0 for n in products):
+        return
+    if rotated.block % CODE_GROUP or any(n.args.count(turned) > 1 for n in products):
+        return
+    op = evolve(rotated, quant=CODE_GROUP)
+    types = op.infer(tuple(a.type for a in node.args))[-2:]
+    named = zip(("codes", "d"), types, strict=True)
+    codes = tuple(Value(f"{turned.name}.{part}", t, Kind.NODE, turned.layer) for part, t in named)
+    coded = [
+        (n, FusedLinear(packed=CODE_GROUP, epilogue=EPILOGUES[type(n.op)]), (*codes, *n.args[1:])) for n in products
+    ]
+    if not all(r.accepts(product, tuple(a.type for a in args)) for _, product, args in coded):
+        return
+    if r.put([node], op, node.args, (*kept, *codes)):
+        for n, product, args in coded:
+            r.put([n], product, args, n.outs)
