@@ -21,10 +21,6 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cuda"))
-
-from gpu import GpuRun, open_gpu
-from parity import check, lay_out, lowering_for, trials
 
 from ninfer.devices.cuda import CudaDevice
 from ninfer.devices.plan import Plan
@@ -37,6 +33,8 @@ from ninfer.ir.ops.sample import sample
 from ninfer.ir.step import SAMPLE_PARAMS
 from ninfer.ir.types import Env, S, T, TensorType
 from ninfer.routes.lower import Lowering
+from tests.cuda.gpu import GpuRun, open_gpu
+from tests.cuda.parity import check, lay_out, lowering_for, trials
 
 
 def parity(device: CudaDevice, only: str, separate: bool) -> list[str]:

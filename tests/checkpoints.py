@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_writer import F32, write_gguf
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
@@ -22,6 +21,7 @@ from ninfer.runtime.batch import Draw, Limits, SeqRows
 from ninfer.runtime.reference import ReferenceRunner, reference_runner
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.weights import bind_weights
+from tests.gguf_writer import F32, write_gguf
 
 DATA = Path(__file__).parent / "data"
 TINY_GGUF = DATA / "tiny-qwen35.gguf"

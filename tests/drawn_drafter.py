@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drawn import F32, Generator
 from safetensors.numpy import save_file
 
 from ninfer.artifacts.safetensors import read_json
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
+from tests.drawn import F32, Generator
 
 
 def shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import FakeClient, Server, Start, until
+from tests.api.conftest import FakeClient, Server, Start, until
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {

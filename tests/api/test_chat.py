@@ -10,8 +10,7 @@ import openai
 import pytest
 
 from ninfer.config import SamplingDefaults
-
-from .conftest import MODEL, FakeClient, Server, Start, until
+from tests.api.conftest import MODEL, FakeClient, Server, Start, until
 
 HI = [{"role": "user", "content": "hi"}]
 

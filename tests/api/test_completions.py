@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from .conftest import MODEL, Server
+from tests.api.conftest import MODEL, Server
 
 
 def complete(server: Server, **body: Any) -> Any:

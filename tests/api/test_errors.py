@@ -11,8 +11,7 @@ import pytest
 
 from ninfer.config import EngineConfig
 from ninfer.errors import EngineUnavailable, NinferError, Overloaded, QueueTimeout
-
-from .conftest import MODEL, FakeClient, Server, Start, parse_events
+from tests.api.conftest import MODEL, FakeClient, Server, Start, parse_events
 
 CHAT, COMPLETE, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
 HI = [{"role": "user", "content": "hi"}]

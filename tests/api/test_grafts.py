@@ -11,8 +11,7 @@ import pytest
 from ninfer.config import EngineConfig, ServeConfig, parse
 from ninfer.errors import UsageError
 from ninfer.runtime.grafts import Graft, GraftState
-
-from .conftest import Server, Start
+from tests.api.conftest import Server, Start
 
 HI = [{"role": "user", "content": "hi"}]
 PATHS: dict[str, dict[str, Any]] = {

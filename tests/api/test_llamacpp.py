@@ -8,8 +8,7 @@ import attrs
 import pytest
 
 from ninfer.config import SamplingDefaults
-
-from .conftest import MODEL, Server, Start
+from tests.api.conftest import MODEL, Server, Start
 
 
 def post(server: Server, path: str, **body: Any) -> Any:

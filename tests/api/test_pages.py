@@ -8,11 +8,10 @@ from typing import Any
 
 import attrs
 import pytest
-from browser import Browser, find
 
 from ninfer.runtime.request import DraftStats, GenerateRequest
-
-from .conftest import FakeClient, Server, Start, until
+from tests.api.conftest import FakeClient, Server, Start, until
+from tests.browser import Browser, find
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

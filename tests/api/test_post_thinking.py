@@ -9,8 +9,7 @@ import pytest
 from ninfer.config import EngineConfig, PostThinking, SamplingDefaults, ServeConfig, parse
 from ninfer.errors import UsageError
 from ninfer.runtime.request import Sampling, Switch
-
-from .conftest import Server, Start
+from tests.api.conftest import Server, Start
 
 HI = [{"role": "user", "content": "hi"}]
 ASKS: dict[str, dict[str, Any]] = {

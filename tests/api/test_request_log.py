@@ -16,8 +16,7 @@ from ninfer.api.request_log import RequestLog
 from ninfer.cli.serve import open_request_log
 from ninfer.config import EngineConfig, ServeConfig
 from ninfer.errors import NinferError, UsageError
-
-from .conftest import FakeClient, Start, until
+from tests.api.conftest import FakeClient, Start, until
 
 SECRET = "a-phrase-of-the-user"
 

@@ -8,8 +8,7 @@ import pytest
 
 from ninfer.errors import NinferError
 from ninfer.runtime.request import DraftStats
-
-from .conftest import MODEL, FakeClient, Server, Start
+from tests.api.conftest import MODEL, FakeClient, Server, Start
 
 WORK = {"num_running": 1, "num_waiting": 2, "num_pages": 8, "num_free_pages": 6, "num_generated_tokens": 30}
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from artifacts.test_hf_quant import folder
 from ninfer.artifacts import open_artifact
 from ninfer.artifacts.convert import make_plan
 from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.ninfer_write import write_artifact
 from ninfer.artifacts.recipes import recipe
 from ninfer.artifacts.synthetic import shapes_of
+from tests.artifacts.test_hf_quant import folder
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 3072,
           "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32768,

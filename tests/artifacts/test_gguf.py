@@ -16,8 +16,7 @@ from ninfer.artifacts.artifact import Parameter
 from ninfer.artifacts.gguf import GgufArtifact, GgufFile
 from ninfer.errors import ArtifactError
 from ninfer.formats.quant import by_name
-
-from . import files
+from tests.artifacts import files
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA
-from drawn import checkpoint
 
 from ninfer.artifacts import open_artifact
 from ninfer.artifacts.convert import make_plan
@@ -25,6 +23,8 @@ from ninfer.artifacts.recipes import recipe
 from ninfer.errors import ArtifactError, NinferError, UsageError
 from ninfer.formats.quant import by_name
 from ninfer.models import identify
+from tests.checkpoints import DATA
+from tests.drawn import checkpoint
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
 

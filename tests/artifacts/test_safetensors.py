@@ -15,8 +15,7 @@ from ninfer.artifacts.quantize import keeps, quantize
 from ninfer.artifacts.safetensors import SafetensorsArtifact
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.quant import by_name
-
-from . import files
+from tests.artifacts import files
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -6,11 +6,11 @@ from math import prod
 
 import numpy as np
 import pytest
-from checkpoints import part, runner
 
 from ninfer.artifacts.synthetic import CONFIGS, SyntheticArtifact
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.models import identify
+from tests.checkpoints import part, runner
 
 PUBLISHED = {"qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688, "gemma4-26b-a4b": 25_233_141_790}
 

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
-from fake_runner import FakeRunner, engine, limits
-
 from ninfer.cli import generate, main
 from ninfer.cli.generate import GenerateConfig, Session, rates, read_messages, sampling_of, speak
 from ninfer.cli.output import Console
 from ninfer.config import EngineConfig, SamplingDefaults
 from ninfer.errors import UsageError
 from ninfer.runtime.request import FinishReason, Sampling, Timings
+from tests.runtime.fake_runner import FakeRunner, engine, limits
 
 
 class Letters:

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # A server around a fake model, as a program: signals and exit codes are what is tested here.
 SERVER = """
 import asyncio, json, sys, time
-sys.path[:0] = [{root!r}, {root!r} + "/tests/runtime"]
-from fake_runner import FakeRunner, engine, request
+sys.path.insert(0, {root!r})
+from tests.runtime.fake_runner import FakeRunner, engine, request
 from ninfer.cli import serve
 from ninfer.errors import ArtifactError
 

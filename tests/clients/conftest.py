@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import TINY_GGUF
+
+from tests.checkpoints import TINY_GGUF
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0  # the first start of all compiles kernels

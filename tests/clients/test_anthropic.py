@@ -9,8 +9,7 @@ import anthropic
 import pytest
 
 from ninfer.text.grammar import available
-
-from .conftest import Process
+from tests.clients.conftest import Process
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 GREETING = "Hello! I am a very small model. How can I help?"

@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoints import TINY_GGUF
-from graft_writer import write_graft
-
 from ninfer.artifacts import open_artifact
 from ninfer.models import identify
 from ninfer.models.qwen3_5 import Qwen35Spec
-
-from .conftest import Process, serve
+from tests.checkpoints import TINY_GGUF
+from tests.clients.conftest import Process, serve
+from tests.graft_writer import write_graft
 
 HIDDEN: list[Any] = [
     {"role": "user", "content": "Hello! Please write a JSON record about a shepherd, and count from three. " * 3},

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TINY_GGUF
 
-from .conftest import Process, serve, until
+from tests.checkpoints import TINY_GGUF
+from tests.clients.conftest import Process, serve, until
 
 TURNS = [{"role": "user", "content": "Count from 1 to 1000."}]
 LONG: dict[str, dict[str, Any]] = {  # requests that would fill the window, were they left alone

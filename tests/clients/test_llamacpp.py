@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ninfer.text.grammar import available
-
-from .conftest import Process
+from tests.clients.conftest import Process
 
 needs_grammar = pytest.mark.skipif(not available(), reason="needs xgrammar")
 

@@ -10,8 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from ninfer.text.grammar import available
-
-from .conftest import Process
+from tests.clients.conftest import Process
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 GREETING = "Hello! I am a very small model. How can I help?"  # greedy, as another implementation has it too

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ninfer.api.rerank import JUDGE, score
-
-from .conftest import Process
+from tests.clients.conftest import Process
 
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Paris is the capital of France.", "Cats sleep a lot.", "The Loire is a river."]

@@ -13,8 +13,7 @@ import jsonschema
 import pytest
 
 from ninfer.text.grammar import available
-
-from .conftest import Process
+from tests.clients.conftest import Process
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs xgrammar")
 

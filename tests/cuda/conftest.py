@@ -3,13 +3,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gpu import open_gpu
 
 from ninfer.devices.cpu import cpu_info
 from ninfer.devices.cuda import CudaDevice, cuda_missing
 from ninfer.devices.cuda_sim import SimPrograms
 from ninfer.devices.programs import find_compiler
 from ninfer.routes.profile import cache_dir
+from tests.cuda.gpu import open_gpu
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from parity import ALL_OPS, lay_out, lowering_for, trials
 
 from ninfer.devices.base import DeviceInfo, Source
 from ninfer.devices.cuda import features_of
 from ninfer.devices.nvrtc import ARCHITECTURES, CubinCache, nvrtc_missing
 from ninfer.ir.op import snake
 from ninfer.routes.profile import cache_dir
+from tests.cuda.parity import ALL_OPS, lay_out, lowering_for, trials
 
 pytestmark = [
     pytest.mark.slow,  # some minutes: python -m pytest -m slow

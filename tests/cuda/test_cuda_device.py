@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from fake_gpu import FakeGpu, FakePrograms
-from parity import lowering_for
 
 from ninfer.devices.cuda import CudaBench, CudaDevice, check_driver, cuda_info
 from ninfer.devices.cuda_sim import SimDevice, SimPrograms, sim_info
@@ -22,6 +20,8 @@ from ninfer.ir.ops.sample import sample
 from ninfer.ir.types import Env, TensorType
 from ninfer.routes.cuda_layout import device_layout
 from ninfer.routes.measure import calibrate
+from tests.cuda.fake_gpu import FakeGpu, FakePrograms
+from tests.cuda.parity import lowering_for
 
 V, H = 256, 256
 ENV = Env(rows=4, logit_rows=2, seqs=2, slots=2, pages=3, max_pages=2)

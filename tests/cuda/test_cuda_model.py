@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parity import lowering_for
 
 from ninfer.artifacts.synthetic import SyntheticArtifact
 from ninfer.devices.cuda import CudaDevice
@@ -27,6 +26,7 @@ from ninfer.routes.select import Selector
 from ninfer.runtime.batch import SeqRows
 from ninfer.runtime.steps import fill_step, step_arrays
 from ninfer.runtime.weights import bind_weights
+from tests.cuda.parity import lowering_for
 
 MODELS = ("qwen3.5-tiny", "llama-tiny", "qwen3.5-moe-tiny", "gemma4-tiny", "bonsai-tiny")
 # Rounded activations flip experts here, two of eight with nearly equal weights: routes that keep them are compared.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gpu import GpuRun
 from numpy.typing import NDArray
-from parity import LINEAR, Trial, check, lowering_for, trials
 
 from ninfer.devices.cuda import CudaDevice, cuda_info, cuda_missing, libraries
 from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
 from ninfer.devices.plan import Launch
+from tests.cuda.gpu import GpuRun
+from tests.cuda.parity import LINEAR, Trial, check, lowering_for, trials
 
 INFO = sim_info()
 TRIALS = [t for t in trials(INFO) if not isinstance(t.case.op, LINEAR)]  # those have tests of their own

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from checkpoints import TINY_GGUF, tiny_cases
 
 from ninfer.config import EngineConfig
 from ninfer.runtime.batch import Draw, Drawn, SeqRows
 from ninfer.runtime.load import load
 from ninfer.runtime.request import Sampling
+from tests.checkpoints import TINY_GGUF, tiny_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_the_page_adds_an_op_that_passes_its_tests(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "add-an-op.md").read_text()
-    for part in ("ninfer", "tests/routes", "pyproject.toml"):
+    for part in ("ninfer", "tests/routes", "tests/__init__.py", "pyproject.toml"):
         source, target = ROOT / part, tmp_path / part
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from checkpoints import TINY_GGUF
+
+from tests.checkpoints import TINY_GGUF
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 

@@ -14,8 +14,7 @@ import pytest
 from ninfer.errors import ArtifactError
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import FLOATS, FloatFormat, by_name, nvfp4
-
-from .test_quant import PRELUDE, normal
+from tests.formats.test_quant import PRELUDE, normal
 
 ALL = (*FLOATS, nvfp4(3))
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -13,8 +13,7 @@ from ninfer.errors import UsageError
 from ninfer.formats import dtypes, kv, rng
 from ninfer.formats.dtypes import BF16, F16, F32, I8, U8, U16, U32, U64
 from ninfer.formats.record import Field, Record
-
-from .test_quant import PRELUDE
+from tests.formats.test_quant import PRELUDE
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, TINY_GGUF, oracle, part, tiny_cases
 from numpy.typing import NDArray
 
-from models.test_greedy import equal_steps, generate, smollm2_reference
 from ninfer.config import EngineConfig
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
@@ -21,6 +19,8 @@ from ninfer.runtime.batch import ModelRunner
 from ninfer.runtime.load import load, load_scorer, open_model
 from ninfer.runtime.perplexity import score_text
 from ninfer.runtime.runner import CompiledRunner, Scorer
+from tests.checkpoints import DATA, TINY_GGUF, oracle, part, tiny_cases
+from tests.models.test_greedy import equal_steps, generate, smollm2_reference
 
 ATOL = 1e-4  # float32 sums in another order; hidden values reach 10, logits 40
 

@@ -9,14 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from artifacts.test_hf_quant import folder
-from checkpoints import DATA, oracle, part, runner, tiny_qwen35_folder
-from drawn import checkpoint
-from drawn_drafter import drafter_checkpoint
-from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 from numpy.typing import NDArray
 
-from models.test_compiled import outputs
 from ninfer.artifacts import Artifact, open_artifact
 from ninfer.artifacts.convert import make_plan
 from ninfer.artifacts.convert_objects import to_artifact
@@ -31,6 +25,12 @@ from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
 from ninfer.models import dflash
 from ninfer.runtime import load as loading
+from tests.artifacts.test_hf_quant import folder
+from tests.checkpoints import DATA, oracle, part, runner, tiny_qwen35_folder
+from tests.drawn import checkpoint
+from tests.drawn_drafter import drafter_checkpoint
+from tests.gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
+from tests.models.test_compiled import outputs
 
 MODELS = ("llama", "qwen3_5_dense", "qwen3_5_dense_hd256")
 EXPERTS = ("qwen3_5_moe", "qwen3_next", "gemma4_moe")

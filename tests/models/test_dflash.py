@@ -10,9 +10,6 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from checkpoints import DATA, GREEDY, TINY_GGUF, limits, oracle, tiny_cases
-from drawn import checkpoint
-from drawn_drafter import drafter_checkpoint, shapes
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
@@ -31,6 +28,9 @@ from ninfer.runtime.reference import ReferenceRunner, reference_runner
 from ninfer.runtime.request import GenerateRequest, Sampling
 from ninfer.runtime.steps import fill_step
 from ninfer.runtime.weights import bind_weights
+from tests.checkpoints import DATA, GREEDY, TINY_GGUF, limits, oracle, tiny_cases
+from tests.drawn import checkpoint
+from tests.drawn_drafter import drafter_checkpoint, shapes
 
 ATOL = 1e-4  # float32 in another order of summation
 TARGETS = {"dflash": "qwen3_5_moe", "dflash2": "qwen3_5_dense"}

@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, oracle, part, runner
-from drawn import STATE_STEP, checkpoint, kept
-from gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 
 from ninfer.artifacts import open_artifact
 from ninfer.cli.convert import main as convert
@@ -23,6 +20,9 @@ from ninfer.ir.ops.experts import PickExperts
 from ninfer.ir.ops.join import JoinNorms
 from ninfer.models.family import Rounds
 from ninfer.runtime import load as loading
+from tests.checkpoints import DATA, oracle, part, runner
+from tests.drawn import STATE_STEP, checkpoint, kept
+from tests.gguf_writer import matrices_in, write_gemma4_gguf, write_gguf
 
 # float32 sums in another order. Gemma's own reference is 9e-5 from a computation in float64.
 ATOL = {"qwen3_5_moe": 1e-4, "qwen3_next": 1e-4, "gemma4_moe": 3e-4, "gemma4_moe_hd512": 3e-4}

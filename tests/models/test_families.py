@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA
 from safetensors.numpy import save_file
 
 from ninfer.artifacts import TensorInfo, open_artifact
@@ -22,6 +21,7 @@ from ninfer.models.llama import LLAMA
 from ninfer.models.qwen3_5 import QWEN3_5
 from ninfer.runtime.runner import state_types
 from ninfer.runtime.weights import bind_weights
+from tests.checkpoints import DATA
 
 KV = kv_by_name("bf16")
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, part, runner
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from models.test_compiled import sampler
-from models.test_greedy import equal_steps, generate
 from ninfer.artifacts import open_artifact
 from ninfer.config import EngineConfig
 from ninfer.errors import UsageError
@@ -22,6 +19,9 @@ from ninfer.models import identify
 from ninfer.runtime.load import load_scorer
 from ninfer.runtime.perplexity import score_text
 from ninfer.text.tokenizer import Tokenizer
+from tests.checkpoints import DATA, part, runner
+from tests.models.test_compiled import sampler
+from tests.models.test_greedy import equal_steps, generate
 
 F = NDArray[np.float64]
 LAYERS, HEADS, KV_HEADS, D, H, INNER, VOCAB, WINDOW = 3, 4, 2, 16, 48, 80, 96, 20

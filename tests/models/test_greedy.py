@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from checkpoints import DATA, GREEDY, TINY_GGUF, part, runner, tiny_cases, tiny_qwen35_folder
 
 from ninfer.runtime.batch import Drawn
 from ninfer.runtime.reference import ReferenceRunner
+from tests.checkpoints import DATA, GREEDY, TINY_GGUF, part, runner, tiny_cases, tiny_qwen35_folder
 
 STEPS = 16  # of the 64 that the SmolLM2 reference has
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, oracle, part, runner
-from gguf_writer import matrices_in, write_gguf
 
 from ninfer.artifacts import open_artifact
 from ninfer.formats.quant import by_name
 from ninfer.runtime.reference import ReferenceRunner
+from tests.checkpoints import DATA, oracle, part, runner
+from tests.gguf_writer import matrices_in, write_gguf
 
 # Both sides are float32 over other orders of summation; hidden values reach 10, logits 40.
 ATOL = 1e-4

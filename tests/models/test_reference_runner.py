@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from checkpoints import DATA, GREEDY, oracle, part, runner
 
 from ninfer.runtime.batch import Draw
 from ninfer.runtime.request import Sampling
+from tests.checkpoints import DATA, GREEDY, oracle, part, runner
 
 
 def greedy(**sampling: Any) -> Draw:

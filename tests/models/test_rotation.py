@@ -9,8 +9,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from checkpoints import DATA, oracle, part, runner
-from gguf_writer import matrices_in, write_gguf
 from numpy.typing import NDArray
 
 from ninfer.artifacts import Artifact, Parameter, TensorInfo, open_artifact, synthetic
@@ -23,6 +21,9 @@ from ninfer.formats.quant import F32_FORMAT, by_name
 from ninfer.models import identify
 from ninfer.models.family import Rounds
 from ninfer.models.rotation import EMBEDDING, PRODUCTS
+from tests import gguf_writer
+from tests.checkpoints import DATA, oracle, part, runner
+from tests.gguf_writer import matrices_in, write_gguf
 
 BLOCK = 16
 PLAIN = ("in_proj_a", "in_proj_b")
@@ -109,7 +110,7 @@ def test_a_gguf_file_in_prisms_layout(tmp_path: Path, monkeypatch: pytest.Monkey
         finish(self)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_keys)
-    monkeypatch.setattr("gguf_writer._qwen35_values", grouped_outputs)
+    monkeypatch.setattr("tests.gguf_writer._qwen35_values", grouped_outputs)
     write_gguf(rotated, tmp_path / "prism.gguf", matrices_in(by_name("f32")))
     r = runner(tmp_path / "prism.gguf")
     logits = r.outputs([part(want["input_ids"])])["logits"]
@@ -117,7 +118,7 @@ def test_a_gguf_file_in_prisms_layout(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 ROTATED = ("attn_q.", "attn_k.", "attn_v.", "attn_output.", "attn_qkv.", "attn_gate.", "ssm_out.", "ffn_", "output.w")
-_values = __import__("gguf_writer")._qwen35_values
+_values = gguf_writer._qwen35_values
 
 
 def grouped_outputs(name: str, x: NDArray[np.float32], c: Mapping[str, Any]) -> NDArray[np.float32]:

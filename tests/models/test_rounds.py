@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, TINY_GGUF, oracle, part, runner, tiny_cases
 
 from ninfer.artifacts import open_artifact
 from ninfer.errors import UsageError
 from ninfer.models.family import Rounds
 from ninfer.runtime.reference import ReferenceRunner
+from tests.checkpoints import DATA, TINY_GGUF, oracle, part, runner, tiny_cases
 
 ROUNDS = Rounds(hidden_rows=160, journal_rows=8)
 ATOL = 1e-4  # float32 in another order of summation

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import DATA, TINY_GGUF, tiny_cases
 
 from ninfer.config import EngineConfig
 from ninfer.errors import UsageError
 from ninfer.runtime.engine import Engine, drive
 from ninfer.runtime.load import load
 from ninfer.runtime.request import Delta, GenerateRequest, Sampling, TokenOut
+from tests.checkpoints import DATA, TINY_GGUF, tiny_cases
 
 CASES = tiny_cases()
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cpu_routes import build, candidates, lowering_of, run, view
 
 from ninfer.devices.cpu import CpuDevice, cpu_info
 from ninfer.devices.programs import ProgramCache, find_compiler
@@ -18,6 +17,7 @@ from ninfer.ir.op import Case
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope, page_views
 from ninfer.ir.step import PAGE
 from ninfer.ir.types import B, Env, M, P, S, T, TensorType
+from tests.routes.test_cpu_routes import build, candidates, lowering_of, run, view
 
 WINDOW = 1 << 20
 NUM_PAGES = WINDOW // PAGE

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attrs import evolve
-from harness import Result, lower_case, run_case, wider
 from numpy.typing import NDArray
 
 from ninfer.devices.cpu import CpuDevice, cpu_info
@@ -27,6 +26,7 @@ from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate
 from ninfer.routes.select import Selector
 from ninfer.routes.tables import REGISTRY
+from tests.routes.harness import Result, lower_case, run_case, wider
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "quant"
 

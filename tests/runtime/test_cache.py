@@ -6,13 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-from checkpoints import TINY_GGUF
-from fake_runner import Clock, FakeRunner, FakeStore, config, engine, expected, limits, request, tokens
 
 from ninfer.config import EngineConfig
 from ninfer.runtime.engine import Engine, drive
 from ninfer.runtime.load import load
 from ninfer.runtime.request import Delta, FinishReason, GenerateRequest, Sampling
+from tests.checkpoints import TINY_GGUF
+from tests.runtime.fake_runner import Clock, FakeRunner, FakeStore, config, engine, expected, limits, request, tokens
 
 
 def recurrent(runner: FakeRunner | None = None) -> FakeRunner:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
-from fake_runner import Clock, FakeRunner, engine, expected, request, tokens
 
 from ninfer.errors import ContextTooLong, DeviceError, EngineUnavailable, NinferError, Overloaded, QueueTimeout
 from ninfer.runtime.client import AsyncEngineClient
 from ninfer.runtime.engine import Engine
 from ninfer.runtime.request import Delta, FinishReason
+from tests.runtime.fake_runner import Clock, FakeRunner, engine, expected, request, tokens
 
 Test = Callable[[Engine, AsyncEngineClient], Awaitable[None]]
 

@@ -176,9 +176,9 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> 
 
 WRITER = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 from pathlib import Path
-from test_disk_tier import DiskTier, image, page
+from tests.runtime.test_disk_tier import DiskTier, image, page
 tier = DiskTier(Path({folder!r}), 1 << 30)
 n = {first}
 while True:
@@ -197,7 +197,7 @@ def test_a_kill_at_any_point_loses_nothing_written_and_invents_nothing(tmp_path:
     rng = random.Random(seed)
     written = 0
     for _ in range(kills):
-        script = WRITER.format(tests=str(Path(__file__).parent), folder=str(tmp_path), first=written)
+        script = WRITER.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path), first=written)
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             last = int(process.stdout.readline())  # it has begun

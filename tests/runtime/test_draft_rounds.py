@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fake_runner import DOMAIN, FakeRunner, engine, expected, next_token, request, speculative, tokens
 
 from ninfer.runtime.engine import Engine, drive
 from ninfer.runtime.request import Delta, FinishReason, GenerateRequest, Sampling
+from tests.runtime.fake_runner import DOMAIN, FakeRunner, engine, expected, next_token, request, speculative, tokens
 
 
 def run_out(e: Engine, requests: Sequence[GenerateRequest]) -> dict[str, list[Delta]]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fake_runner import DOMAIN, Clock, FakeRunner, engine, expected, limits, next_token, request, tokens
 
 from ninfer.errors import (
     BadRequest,
@@ -21,6 +20,7 @@ from ninfer.ir.step import PAGE
 from ninfer.runtime.engine import drive
 from ninfer.runtime.request import Delta, FinishReason, Sampling
 from ninfer.runtime.sequence import Failed
+from tests.runtime.fake_runner import DOMAIN, Clock, FakeRunner, engine, expected, limits, next_token, request, tokens
 
 
 def finish(deltas: Sequence[Delta]) -> FinishReason | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_runner import config, tokens
 
 from ninfer.artifacts import open_artifact
 from ninfer.formats.kv import by_name
@@ -15,6 +14,7 @@ from ninfer.runtime.engine import Engine, drive
 from ninfer.runtime.reference import ReferenceRunner, reference_runner
 from ninfer.runtime.request import FinishReason, GenerateRequest, Sampling
 from ninfer.runtime.weights import bind_weights
+from tests.runtime.fake_runner import config, tokens
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "qwen3_5_dense"  # delta rule and attention
 LIMITS = Limits(max_rows=128, max_seqs=4, slots=4, pages=12, max_pages=4, context_len=256, domain=500)

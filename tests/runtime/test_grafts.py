@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, GREEDY, part
-from checkpoints import runner as runner_of
-from fake_runner import config, tokens
-from graft_writer import random_state, write_graft
 
 from ninfer.artifacts import open_artifact
 from ninfer.errors import ArtifactError, UsageError
@@ -27,6 +23,10 @@ from ninfer.runtime.kv.given import check_grafts, given_tier
 from ninfer.runtime.kv.store import StateStore
 from ninfer.runtime.reference import ReferenceRunner
 from ninfer.runtime.request import FinishReason, GenerateRequest, Sampling
+from tests.checkpoints import DATA, GREEDY, part
+from tests.checkpoints import runner as runner_of
+from tests.graft_writer import random_state, write_graft
+from tests.runtime.fake_runner import config, tokens
 
 MODEL = DATA / "qwen3_5_dense"  # delta, delta, delta, attention
 SIZES = {"rows": 256, "seqs": 4, "pages_each": 6}

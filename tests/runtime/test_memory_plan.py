@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from fake_runner import config
 
 from ninfer.errors import UsageError
 from ninfer.ir.step import PAGE
 from ninfer.runtime.memory_plan import ModelSizes, host_available_bytes, plan_memory
+from tests.runtime.fake_runner import config
 
 GIB = 2**30
 SIZES = ModelSizes(context_len=32768, domain=1000, weight_bytes=4 * GIB, page_bytes=2**20, slot_bytes=2**20)

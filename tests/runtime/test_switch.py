@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_runner import FakeRunner, config, engine, expected, next_token, request, speculative, tokens
-from test_engine_on_models import runner
 
 from ninfer.ir.step import PROMPT_BIT
 from ninfer.runtime.engine import Engine, drive
 from ninfer.runtime.request import GenerateRequest, Sampling, Switch
+from tests.runtime.fake_runner import FakeRunner, config, engine, expected, next_token, request, speculative, tokens
+from tests.runtime.test_engine_on_models import runner
 
 LATER = Sampling(temperature=0.5, seed=8)
 
