@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo, noise
 from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.devices.programs import ProgramCache
 from ninfer.formats.quant import Packed
-from ninfer.ir.step import HEADER, STEP_FIELDS
+from ninfer.ir.step import HEADER, HEADER_FIELD, STEP_FIELDS
 from ninfer.ir.types import Array, Env, Sym, TensorType
 
 _FEATURES = (
@@ -67,6 +67,24 @@ def aligned(nbytes: int, alignment: int = 64) -> NDArray[np.uint8]:
     raw = np.zeros(nbytes + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
+
+
+@frozen(eq=False)
+class Frame:
+    """The record of one step in host memory: header and fields, with the full extents of its Env."""
+
+    header: NDArray[Any]
+    step: Mapping[str, NDArray[Any]]
+
+    @classmethod
+    def of(cls, env: Env) -> Frame:
+        header = aligned(HEADER.numpy.itemsize)
+        step: dict[str, NDArray[Any]] = {HEADER_FIELD.name: header.view(np.uint32)}
+        for f in STEP_FIELDS:
+            shape = f.type.concrete(env)
+            flat = aligned(int(np.prod(shape)) * f.type.dtype.numpy.itemsize)
+            step[f.name] = flat.view(f.type.dtype.numpy).reshape(shape)
+        return cls(header.view(HEADER.numpy).reshape(()), step)
 
 
 @define
@@ -146,23 +164,23 @@ class CpuExecutable:
     memory: CpuMemory
     consts: Mapping[str, NDArray[Any]]
     entries: Mapping[str, int]
-    header: NDArray[Any] = field(factory=lambda: np.zeros((), HEADER.numpy))
-    step: dict[str, NDArray[Any]] = field(factory=dict)
+    frames: list[Frame] = field(init=False)
+    results: NDArray[np.uint8] = field(init=False)
     _segments: list[NDArray[Any] | Launch] = field(factory=list)
     _keep: list[object] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         if len(self.memory.arena) < self.plan.arena_bytes:
             raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}")
-        for f in STEP_FIELDS:
-            self.step[f.name] = np.zeros(f.type.concrete(self.env), f.type.dtype.numpy)
+        self.frames = [Frame.of(env) for env in self.plan.frames]
+        self.results = aligned(self.plan.result_bytes, 256)
         run: list[tuple[int, int, int]] = []
         for launch in self.plan.launches:
             if launch.source is None:
                 self._flush(run)
                 self._segments.append(launch)
                 continue
-            pointers = [self.header.ctypes.data, *map(self._address, launch.args)]
+            pointers = [self.frames[launch.frame].header.ctypes.data, *map(self._address, launch.args)]
             block = (ctypes.c_void_p * len(pointers))(*pointers)
             self._keep.append(block)
             x, y, z = launch.geometry.grid
@@ -178,16 +196,26 @@ class CpuExecutable:
     def env(self) -> Env:
         return self.plan.env
 
+    @property
+    def header(self) -> NDArray[Any]:
+        return self.frames[0].header
+
+    @property
+    def step(self) -> Mapping[str, NDArray[Any]]:
+        return self.frames[0].step
+
     def _array(self, ref: BufferRef) -> Array:
         match ref.place:
             case Place.ARENA:
                 return self.memory.arena[ref.offset :]
+            case Place.RESULT:
+                return self.results[ref.offset :]
             case Place.WEIGHT:
                 return self.memory.weights[ref.name]
             case Place.STATE:
                 return self.memory.states[ref.name]
             case Place.STEP:
-                return self.step[ref.name]
+                return self.frames[ref.frame].step[ref.name]
             case Place.CONST:
                 return self.consts[ref.name]
 
@@ -198,21 +226,23 @@ class CpuExecutable:
             raise ValueError(f"operand {ref} is not contiguous")
         return int(raw.ctypes.data)
 
-    def view(self, ref: BufferRef, type: TensorType) -> Array:
-        """An operand with this step's counts."""
+    def view(self, ref: BufferRef, type: TensorType, frame: int = 0) -> Array:
+        """An operand of a launch with its step's counts; a record that is yet to be written has its full extents."""
         array = self._array(ref)
         if isinstance(array, Packed):
             return array
-        shape = type.concrete(self.env)
-        if ref.place is Place.ARENA:
-            nbytes = type.nbytes(self.env)
-            array = array[:nbytes].view(type.dtype.numpy).reshape(shape)
+        if ref.place in (Place.ARENA, Place.RESULT):
+            env = self.plan.frames[frame]
+            array = array[: type.nbytes(env)].view(type.dtype.numpy).reshape(type.concrete(env))
+        if ref.place is Place.STEP and ref.frame != frame:
+            return array
         first = type.shape[0] if type.shape else 0
         counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
-        return array[: int(self.header[counts[first]])] if isinstance(first, Sym) and first in counts else array
+        header = self.frames[frame].header
+        return array[: int(header[counts[first]])] if isinstance(first, Sym) and first in counts else array
 
     def _reference(self, launch: Launch) -> None:
-        operands = [self.view(r, t) for r, t in zip(launch.args, launch.types, strict=True)]
+        operands = [self.view(r, t, launch.frame) for r, t in zip(launch.args, launch.types, strict=True)]
         results = launch.op.reference(tuple(operands[: launch.num_inputs]))
         for out, result in zip(operands[launch.num_inputs :], results, strict=True):
             assert not isinstance(out, Packed) and not isinstance(result, Packed)
@@ -227,7 +257,7 @@ class CpuExecutable:
                 self.device.run(segment)
         outputs = {}
         for name, (ref, type) in self.plan.outputs.items():
-            view = self.view(ref, type)
+            view = self.view(ref, type, ref.frame)
             assert not isinstance(view, Packed)
             outputs[name] = view
         return outputs

@@ -27,7 +27,7 @@ from ninfer.devices.synthetic import Synthetic
 from ninfer.errors import DeviceError
 from ninfer.formats.bits import U8Array
 from ninfer.formats.quant import Packed, QuantFormat
-from ninfer.ir.step import HEADER, STEP_FIELDS
+from ninfer.ir.step import HEADER, HEADER_FIELD, STEP_FIELDS
 from ninfer.ir.types import Array, Env, Sym, TensorType
 
 ALIGN = 256
@@ -476,7 +476,7 @@ class CudaExecutable:
     step: dict[str, NDArray[Any]] = field(factory=dict)
     _outputs: dict[str, tuple[NDArray[Any], Sym | None]] = field(factory=dict)
     _record: Region = field(init=False)
-    _record_at: dict[str, int] = field(factory=dict)
+    _record_at: list[dict[str, int]] = field(factory=list)  # offsets of the fields of each record
     _const_at: dict[str, int] = field(factory=dict)
     _results: Region = field(init=False)
     _calls: list[Callable[[], None]] = field(factory=list)
@@ -484,15 +484,14 @@ class CudaExecutable:
     _keep: list[Any] = field(factory=list)
     _copy_in: tuple[int, int, int] = (0, 0, 0)  # destination, source, bytes
     _copy_out: tuple[int, int, int] = (0, 0, 0)
-    _redirect: dict[BufferRef, tuple[int, int]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         if self.memory.arena_bytes < self.plan.arena_bytes:
             raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {self.memory.arena_bytes}")
         self._make_record()
-        self._redirect = self._make_results()
+        self._make_results()
         self.memory.regions += [self._record, self._results]  # freed with it
-        self._make_calls(self._redirect)
+        self._make_calls()
         if all(launch.library is None for launch in self.plan.launches):
             self._capture()
 
@@ -501,76 +500,62 @@ class CudaExecutable:
         return self.plan.env
 
     def _make_record(self) -> None:
-        """One pinned buffer and its device copy: header, then the step's inputs."""
-        cupy, at = self.device.cupy, _align(HEADER.nbytes, 16)
-        sizes = {f.name: f.type.nbytes(self.env) for f in STEP_FIELDS}
-        for name, nbytes in sizes.items():
-            self._record_at[name] = at
-            at += _align(nbytes, 16)
-        host = _pinned(cupy, at)
+        """One pinned buffer and its device copy: header, then the step's inputs. Behind it on the device are records
+        that the plan itself fills, and the consts."""
+        cupy, at = self.device.cupy, 0
+        for env in self.plan.frames:
+            places = {HEADER_FIELD.name: at}
+            at += _align(HEADER.nbytes, 16)
+            for f in STEP_FIELDS:
+                places[f.name] = at
+                at += _align(f.type.nbytes(env), 16)
+            self._record_at.append(places)
+        own = self._record_at[1][HEADER_FIELD.name] if self.plan.more_frames else at
+        host = _pinned(cupy, own)
         self._record = Region(cupy, at + sum(_align(np.ascontiguousarray(c).nbytes, 16) for c in self.consts.values()))
         self._keep.append(host)
         self.header = host[: HEADER.nbytes].view(HEADER.numpy).reshape(())
         for f in STEP_FIELDS:
-            part = host[self._record_at[f.name] :][: sizes[f.name]]
+            part = host[self._record_at[0][f.name] :][: f.type.nbytes(self.env)]
             self.step[f.name] = part.view(f.type.dtype.numpy).reshape(f.type.concrete(self.env))
-        self._copy_in = (self._record.pointer, host.ctypes.data, at)
+        self._copy_in = (self._record.pointer, host.ctypes.data, own)
+        if at > own:
+            self.device.cupy.cuda.runtime.memsetAsync(self._record.pointer + own, 0, at - own, self.device.stream.ptr)
         for name, array in self.consts.items():
             raw = np.ascontiguousarray(array)
             self._const_at[name] = self._record.pointer + at
             self.device.copy_in(self._record.pointer + at, raw)
             at += _align(raw.nbytes, 16)
 
-    def _make_results(self) -> dict[BufferRef, tuple[int, int]]:
-        """Outputs side by side, so that one copy brings them: ref -> (first launch that means the output, address).
-
-        An output's bytes in the arena belong to other values until the launches of its own node.
-        """
-        at, places, redirect = 0, {}, dict[BufferRef, tuple[int, int]]()
-        for name, (_, type) in self.plan.outputs.items():
-            places[name] = at
-            at += _align(type.nbytes(self.env), 16)
-        self._results = Region(self.device.cupy, at)
-        host = _pinned(self.device.cupy, at)
+    def _make_results(self) -> None:
+        """Outputs side by side, so that one copy brings them."""
+        self._results = Region(self.device.cupy, self.plan.result_bytes)
+        host = _pinned(self.device.cupy, self.plan.result_bytes)
         self._keep.append(host)
         for name, (ref, type) in self.plan.outputs.items():
-            if ref.place is not Place.ARENA:
-                raise DeviceError(f"output {name} is {ref}, not a computed value")
-            redirect[ref] = (self._writer(ref), self._results.pointer + places[name])
-            part = host[places[name] :][: type.nbytes(self.env)]
+            env = self.plan.frames[ref.frame]
+            part = host[ref.offset :][: type.nbytes(env)]
             first = type.shape[0] if type.shape else None
-            view = part.view(type.dtype.numpy).reshape(type.concrete(self.env))
-            self._outputs[name] = (view, first if isinstance(first, Sym) else None)
-        self._copy_out = (host.ctypes.data, self._results.pointer, at)
-        return redirect
+            view = part.view(type.dtype.numpy).reshape(type.concrete(env))
+            counted = isinstance(first, Sym) and not ref.frame  # counts of other records stay on the device
+            self._outputs[name] = (view, first if isinstance(first, Sym) and counted else None)
+        self._copy_out = (host.ctypes.data, self._results.pointer, self.plan.result_bytes)
 
-    def _writer(self, ref: BufferRef) -> int:
-        launches = self.plan.launches
-        last = max(i for i, x in enumerate(launches) if ref in x.args[x.num_inputs :])
-        while (
-            last > 0 and launches[last - 1].args == launches[last].args and launches[last - 1].op == launches[last].op
-        ):
-            last -= 1
-        return last
-
-    def _address(self, ref: BufferRef, index: int, redirect: Mapping[BufferRef, tuple[int, int]]) -> int:
+    def address(self, ref: BufferRef) -> int:
+        """Where an operand lies."""
         match ref.place:
             case Place.ARENA:
-                if ref in redirect and index >= redirect[ref][0]:
-                    return redirect[ref][1]
                 return self.memory.arena + ref.offset
+            case Place.RESULT:
+                return self._results.pointer + ref.offset
             case Place.WEIGHT:
                 return self.memory.weight_at[ref.name]
             case Place.STATE:
                 return int(self.memory.states[ref.name].data.ptr)
             case Place.STEP:
-                return self._record.pointer + self._record_at[ref.name]
+                return self._record.pointer + self._record_at[ref.frame][ref.name]
             case Place.CONST:
                 return self._const_at[ref.name]
-
-    def address(self, ref: BufferRef) -> int:
-        """Where an operand lies after a step."""
-        return self._address(ref, len(self.plan.launches), self._redirect)
 
     def free(self) -> None:
         """The record and the results; the graph goes with this object."""
@@ -578,14 +563,17 @@ class CudaExecutable:
         for region in (self._record, self._results):
             region.free()
 
-    def _make_calls(self, redirect: Mapping[BufferRef, tuple[int, int]]) -> None:
-        dependent = False  # the first kernel waits for the copy of the record
-        for i, launch in enumerate(self.plan.launches):
-            pointers = [self._record.pointer, *(self._address(ref, i, redirect) for ref in launch.args)]
+    def _make_calls(self) -> None:
+        dependent = False  # kernels read their header early, so the first of a record waits for what writes it
+        frame = 0
+        for launch in self.plan.launches:
+            dependent, frame = dependent and launch.frame == frame, launch.frame
+            header = self._record.pointer + self._record_at[frame][HEADER_FIELD.name]
+            pointers = [header, *(self.address(ref) for ref in launch.args)]
             if launch.source is not None:
                 self._calls.append(self.device.kernel(launch, pointers, dependent=dependent))
                 dependent = True
-            elif launch.library is not None:
+            elif launch.library is not None and not frame:
                 self._calls.append(self.device.library(launch, pointers, self.header))
                 dependent = False
             else:

@@ -17,13 +17,12 @@ from attrs import define, field
 from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo, Source
-from ninfer.devices.cpu import CpuMemory, aligned
+from ninfer.devices.cpu import CpuMemory, Frame, aligned
 from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.devices.programs import ProgramCache
 from ninfer.errors import DeviceError
 from ninfer.formats.bits import U8Array
 from ninfer.formats.quant import Packed, QuantFormat
-from ninfer.ir.step import HEADER, STEP_FIELDS
 from ninfer.ir.types import Array, Env, Sym, TensorType
 
 _SHIM = Path(__file__).resolve().parent.parent / "templates" / "sim" / "cuda_shim.hpp"
@@ -122,34 +121,42 @@ class SimExecutable:
     memory: CpuMemory
     consts: Mapping[str, NDArray[Any]]
     entries: Mapping[str, int]
-    header: NDArray[Any] = field(factory=lambda: aligned(HEADER.numpy.itemsize).view(HEADER.numpy).reshape(()))
-    step: dict[str, NDArray[Any]] = field(factory=dict)
+    frames: list[Frame] = field(init=False)
+    results: NDArray[np.uint8] = field(init=False)
     _on_device: dict[str, NDArray[Any]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         if len(self.memory.arena) < self.plan.arena_bytes:
             raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}")
-        for f in STEP_FIELDS:
-            shape = f.type.concrete(self.env)
-            flat = aligned(int(np.prod(shape)) * f.type.dtype.numpy.itemsize)
-            self.step[f.name] = flat.view(f.type.dtype.numpy).reshape(shape)
+        self.frames = [Frame.of(env) for env in self.plan.frames]
+        self.results = aligned(self.plan.result_bytes, 256)
         self._on_device = {name: _aligned_copy(array) for name, array in self.consts.items()}
 
     @property
     def env(self) -> Env:
         return self.plan.env
 
+    @property
+    def header(self) -> NDArray[Any]:
+        return self.frames[0].header
+
+    @property
+    def step(self) -> Mapping[str, NDArray[Any]]:
+        return self.frames[0].step
+
     def _array(self, ref: BufferRef) -> NDArray[Any]:
         match ref.place:
             case Place.ARENA:
                 return self.memory.arena[ref.offset :]
+            case Place.RESULT:
+                return self.results[ref.offset :]
             case Place.WEIGHT:
                 weight = self.memory.weights[ref.name]
                 return weight.raw if isinstance(weight, Packed) else weight
             case Place.STATE:
                 return self.memory.states[ref.name]
             case Place.STEP:
-                return self.step[ref.name]
+                return self.frames[ref.frame].step[ref.name]
             case Place.CONST:
                 return self._on_device[ref.name]
 
@@ -157,7 +164,7 @@ class SimExecutable:
         if launch.source is None:
             what = launch.library[0] if launch.library else "the op's reference"
             raise DeviceError(f"{launch.op.key}: the simulation cannot run {what}")
-        pointers = [self.header.ctypes.data, *(self._array(a).ctypes.data for a in launch.args)]
+        pointers = [self.frames[launch.frame].header.ctypes.data, *(self._array(a).ctypes.data for a in launch.args)]
         run_kernel(
             launch.source.entry,
             self.entries[launch.source.entry],
@@ -174,10 +181,11 @@ class SimExecutable:
         counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
         outputs = {}
         for name, (ref, type) in self.plan.outputs.items():
-            flat = self._array(ref).reshape(-1).view(np.uint8)[: type.nbytes(self.env)]
-            view = flat.view(type.dtype.numpy).reshape(type.concrete(self.env))
+            env, header = self.plan.frames[ref.frame], self.frames[ref.frame].header
+            flat = self._array(ref).reshape(-1).view(np.uint8)[: type.nbytes(env)]
+            view = flat.view(type.dtype.numpy).reshape(type.concrete(env))
             first = type.shape[0] if type.shape else 0
-            outputs[name] = view[: int(self.header[counts[first]])] if first in counts else view
+            outputs[name] = view[: int(header[counts[first]])] if first in counts else view
         return outputs
 
 

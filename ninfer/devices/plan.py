@@ -19,25 +19,31 @@ class Place(Enum):
     STATE = "state"
     STEP = "step"
     CONST = "const"
+    RESULT = "result"
 
 
 @frozen
 class BufferRef:
-    """Where an operand lies: a named weight, state, const or step input, or bytes of the arena at `offset`."""
+    """Where an operand lies: a named weight, state, const or step input, or bytes of the arena or the results at
+    `offset`. frame: the record of a step input."""
 
     place: Place
     name: str = ""
     offset: int = 0
+    frame: int = 0
 
     def __str__(self) -> str:
-        return f"arena+{self.offset:#x}" if self.place is Place.ARENA else self.name
+        if self.place is Place.ARENA:
+            return f"arena+{self.offset:#x}"
+        return f"{self.name}@{self.frame}" if self.frame else self.name
 
 
 @frozen
 class Launch:
     """One kernel, or one library call, or (both None) one call of the op's reference.
 
-    args: inputs then outputs then workspace; types: the inputs' and outputs' types in the same order.
+    args: inputs then outputs then workspace; types: the inputs' and outputs' types in the same order. frame: the record
+    whose header it reads.
     """
 
     op: Op
@@ -49,15 +55,24 @@ class Launch:
     types: Types
     num_inputs: int
     layer: int | None
+    frame: int = 0
 
 
 @frozen
 class Plan:
+    """more_frames: extents of the records that launches of the plan fill; the host fills that of `env`."""
+
     env: Env
     launches: tuple[Launch, ...]
     arena_bytes: int
     unshared_bytes: int  # what the arena would be if no buffer were reused
     outputs: dict[str, tuple[BufferRef, TensorType]]
+    result_bytes: int = 0
+    more_frames: tuple[Env, ...] = ()
+
+    @property
+    def frames(self) -> tuple[Env, ...]:
+        return (self.env, *self.more_frames)
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ninfer.errors import ShapeError
 from ninfer.formats.quant import QuantFormat
 from ninfer.ir.op import Op
-from ninfer.ir.step import STATE_PAGE_TABLE, STEP_FIELDS
+from ninfer.ir.step import HEADER_FIELD, STATE_PAGE_TABLE, STEP_FIELDS
 from ninfer.ir.types import TensorType
 
 
@@ -26,6 +26,8 @@ class Kind(Enum):
     WEIGHT = "weight"
     STATE = "state"
     CONST = "const"
+    RESULT = "result"  # an output of an earlier graph of the same plan
+    NEXT = "next"  # a field of the record of the step that follows
     NODE = "node"
 
 
@@ -78,11 +80,14 @@ class Graph:
     consts: dict[Value, NDArray[Any]] = field(factory=dict)  # numpy arrays computed by the model, e.g. rope frequencies
     outputs: dict[str, Value] = field(factory=dict)
     step: dict[str, Value] = field(factory=dict)
+    following: dict[str, Value] = field(factory=dict)  # the next step's record, where the graph writes it
     _layer: int | None = None
 
     def __attrs_post_init__(self) -> None:
         for f in STEP_FIELDS:
             self.step[f.name] = Value(f.name, f.type, Kind.STEP)
+        for f in (HEADER_FIELD, *STEP_FIELDS):
+            self.following[f.name] = Value(f.name, f.type, Kind.NEXT)
         self.state(*STATE_PAGE_TABLE)
 
     @contextmanager
@@ -114,6 +119,10 @@ class Graph:
         self.states[name] = value = Value(name, type, Kind.STATE, self._layer)
         return value
 
+    def result(self, name: str, type: TensorType) -> Value:
+        """What an earlier graph of the plan gave under that name."""
+        return Value(name, type, Kind.RESULT)
+
     def add(self, op: Op, *args: Value) -> tuple[Value, ...]:
         """Append a node.   Raises ShapeError naming the op, the node's place and the argument."""
         try:
@@ -123,7 +132,7 @@ class Graph:
             names = ", ".join(f"{a.name}: {a.type}" for a in args)
             raise ShapeError(f"{error}{where} ({names})") from None
         for i in op.mutates:
-            if args[i].kind is not Kind.STATE:
+            if args[i].kind not in (Kind.STATE, Kind.NEXT):
                 raise ShapeError(f"{op.key}: argument {i} ({args[i].name}) is written, so it must be a state")
         index = len(self.nodes)
         outs = tuple(Value(f"{op.key}.{index}.{i}", t, Kind.NODE, self._layer) for i, t in enumerate(types))

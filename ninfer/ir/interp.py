@@ -37,6 +37,8 @@ def interpret(
                 return graph.consts[value]
             case Kind.NODE:
                 return values[value]
+            case Kind.RESULT | Kind.NEXT:
+                raise ValueError(f"{value.name} is of another step; a plan has several, a graph by itself has one")
 
     for node in graph.nodes:
         results = node.op.reference(tuple(read(a) for a in node.args))

@@ -4,6 +4,8 @@ A step has `seqs` sequences; sequence b owns row_count[b] rows from row_start[b]
 kv_len[b] tokens. Row t of sequence b therefore fills cache position kv_len[b] + t - row_start[b]. Rows of one
 sequence are contiguous and in order. A sequence with kv_len 0 starts: its recurrent state counts as zero,
 whatever the slot held before.
+
+A plan of several steps has a record for each. The host writes the first, launches of the plan itself the others.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ HEADER = Record(
         Field("reserved", U32, 3),
     ),
 )
+
+HEADER_WORDS = HEADER.numpy.itemsize // 4
 
 USE_PENALTIES = 1
 USE_BIAS = 2
@@ -89,8 +93,11 @@ STEP_FIELDS: tuple[StepField, ...] = (
     _field("row_count", B),
     _field("seq_slot", B),
     _field("kv_len", B),
+    _field("room", B),  # of a round: drafts that may come after it if none of its own is kept
+    _field("most_drafts", B),  # of a round: drafts that are wanted after it, at most
     _field("logit_rows", L),  # the row that each logit row reads
     _field("targets", L),  # for scoring: the token whose log-probability is asked
     StepField("params", TensorType((L, SAMPLE_PARAMS.numpy.itemsize // 4), U32)),
 )
+HEADER_FIELD = StepField("header", TensorType((HEADER_WORDS,), U32))  # of a record that the device writes
 STATE_PAGE_TABLE = ("page_table", TensorType((S, M), I32))

@@ -14,6 +14,7 @@ from ninfer.routes import (
     norm_cuda,
     recurrent_cuda,
     rotated_cuda,
+    rounds_cuda,
     sample_cuda,
 )
 from ninfer.routes.route import Route
@@ -32,4 +33,5 @@ def cuda_routes(units: int) -> tuple[Route[Any], ...]:
         *recurrent_cuda.ROUTES,
         *sample_cuda.ROUTES,
         *journal_cuda.ROUTES,
+        *rounds_cuda.ROUTES,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from attrs import define, field
+from collections.abc import Mapping, Sequence
+
+from attrs import define, evolve, field, frozen
 
 from ninfer.devices.base import Geometry, Source
 from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.ir.graph import Graph, Kind, Node, Value
-from ninfer.ir.types import Env, Types
+from ninfer.ir.types import Env, TensorType, Types
 from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate
 from ninfer.routes.select import Selector
@@ -56,6 +58,17 @@ class Arena:
                 self.free.append((o, s))
 
 
+@frozen
+class Part:
+    """A graph of a plan of several.   env: of its step; frame: the record that it reads, before the one that it may
+    write. suffix: to the names of its outputs."""
+
+    graph: Graph
+    env: Env
+    frame: int = 0
+    suffix: str = ""
+
+
 @define
 class Lowering:
     """Lowers graphs for one device. Rendered sources are memoised across plans."""
@@ -66,29 +79,71 @@ class Lowering:
 
     def lower(self, graph: Graph, env: Env) -> Plan:
         """Raises NoRoute where no route of the device accepts a node."""
+        return self.join([Part(graph, env)])
+
+    def join(self, parts: Sequence[Part]) -> Plan:
+        """One plan of graphs that run one after another. Those that read a record have its extents."""
+        frames = {part.frame: part.env for part in parts}
+        assert sorted(frames) == list(range(len(frames))), "a record without a reader"
+        results, outputs = Arena(), dict[str, tuple[BufferRef, TensorType]]()
+        launches: list[Launch] = []
+        arena_bytes = total = 0
+        for part in parts:
+            named = self._outputs(part, results)
+            arena = Arena()
+            launches += self._lower(part, arena, named, outputs)
+            arena_bytes, total = max(arena_bytes, arena.end), max(total, arena.total)
+            outputs.update((name + part.suffix, (named[v], v.type)) for name, v in part.graph.outputs.items())
+        more = tuple(frames[i] for i in range(1, len(frames)))
+        return Plan(frames[0], tuple(launches), arena_bytes, total, outputs, results.end, more)
+
+    @staticmethod
+    def _outputs(part: Part, results: Arena) -> dict[Value, BufferRef]:
+        """Places side by side, which nothing else ever has: so that the host, and later graphs, may read them."""
+        named: dict[Value, BufferRef] = {}
+        for name, value in part.graph.outputs.items():
+            if value not in named:
+                offset, _ = results.take(value.type.nbytes(part.env))
+                named[value] = BufferRef(Place.RESULT, name + part.suffix, offset, part.frame)
+        return named
+
+    def _lower(
+        self,
+        part: Part,
+        arena: Arena,
+        named: Mapping[Value, BufferRef],
+        results: Mapping[str, tuple[BufferRef, TensorType]],
+    ) -> list[Launch]:
+        """named: places of the part's outputs; results: outputs of the parts before."""
+        graph, env = part.graph, part.env
         last_use = {a: i for i, node in enumerate(graph.nodes) for a in node.args}
-        last_use.update((v, len(graph.nodes)) for v in graph.outputs.values())
-        arena, held = Arena(), dict[Value, tuple[int, int]]()
+        held: dict[Value, tuple[int, int]] = {}
         launches: list[Launch] = []
 
         def ref(value: Value) -> BufferRef:
-            if value.kind is Kind.NODE:
-                return BufferRef(Place.ARENA, offset=held[value][0])
+            match value.kind:
+                case Kind.NODE:
+                    return named.get(value) or BufferRef(Place.ARENA, offset=held[value][0])
+                case Kind.RESULT:
+                    return results[value.name][0]
+                case Kind.STEP:
+                    return BufferRef(Place.STEP, value.name, frame=part.frame)
+                case Kind.NEXT:
+                    return BufferRef(Place.STEP, value.name, frame=part.frame + 1)
             return BufferRef(PLACES[value.kind], value.name)
 
         for i, node in enumerate(graph.nodes):
             types: Types = tuple(v.type for v in (*node.args, *node.outs))
             candidate = self.selector.choose(node.op, types[: len(node.args)], env)
             for out in node.outs:
-                held[out] = arena.take(out.type.nbytes(env))
+                if out not in named:
+                    held[out] = arena.take(out.type.nbytes(env))
             args = [ref(v) for v in (*node.args, *node.outs)]
-            launches += self.launches(node, types, env, candidate, args, arena)
+            launches += [evolve(x, frame=part.frame) for x in self.launches(node, types, env, candidate, args, arena)]
             for value in {*node.args, *node.outs}:
                 if value in held and last_use.get(value, i) <= i:
                     arena.give(*held.pop(value))
-
-        outputs = {name: (ref(v), v.type) for name, v in graph.outputs.items()}
-        return Plan(env, tuple(launches), arena.end, arena.total, outputs)
+        return launches
 
     def launches(
         self,

@@ -12,6 +12,7 @@ from ninfer.routes import (
     norm_cpu,
     recurrent_cpu,
     rotated_cpu,
+    rounds_cpu,
     sample_cpu,
 )
 from ninfer.routes.route import RouteRegistry
@@ -24,6 +25,7 @@ REGISTRY = RouteRegistry(
         *attention_cpu.ROUTES,
         *recurrent_cpu.ROUTES,
         *journal_cpu.ROUTES,
+        *rounds_cpu.ROUTES,
         *embed_cpu.ROUTES,
         *experts_cpu.ROUTES,
         *elementwise_cpu.ROUTES,

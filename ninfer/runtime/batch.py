@@ -43,7 +43,9 @@ class SeqRows:
     generated: these tokens were sampled (they count for penalties as such), else they are prompt.
     draw None: a prefill chunk that is not the last: no logits. num_draws: of the last rows, each is drawn after; more
     than one in rounds of drafts, whose rows are the token drawn last and the drafts. proposal: how
-    the drafts came about, as in ir/step.py. later: from which of the draws on another one holds, and that one.
+    the drafts came about, as in ir/step.py. later: from which of the draws on another one holds, and that one. room,
+    most_drafts: of a round that drafts for the next one: drafts that may follow if none of this round's is kept, and
+    drafts that are wanted at most.
     """
 
     slot: int
@@ -54,6 +56,8 @@ class SeqRows:
     num_draws: int = 1
     proposal: int = 0
     later: tuple[int, Draw] | None = None
+    room: int = 0
+    most_drafts: int = 0
 
     def draw_at(self, index: int) -> Draw:
         """Of the draws, which there must be."""

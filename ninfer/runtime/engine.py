@@ -360,9 +360,10 @@ class Engine:
                     self._fail_requests([part.seq], _internal(error))
             if not parts:
                 return
-            drafted = speculation is not None and any(row.num_draws > 1 for row in rows)
+            seqs = [part.seq for part in parts]
+            drafted = step.kind is StepKind.ROUND and speculation is not None and speculation.is_round(seqs, rows)
             if speculation is not None and drafted:
-                results = speculation.verify(rows)
+                results = speculation.verify(seqs, rows)
             else:
                 results = [() if drawn is None else (drawn,) for drawn in self.runner.step(rows)]
             if speculation is not None and drafted:

@@ -32,7 +32,7 @@ from ninfer.routes.profile import cache_dir, load_profile, save_profile, user_pa
 from ninfer.runtime.backend import Backend, Progress, Report, open_backend
 from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
-from ninfer.runtime.draft.stages import Stage, lower_rounds, plan_rounds, speculation_of
+from ninfer.runtime.draft.stages import Stage, lower_chains, lower_rounds, plan_rounds, speculation_of
 from ninfer.runtime.grafts import Graft, load_grafts
 from ninfer.runtime.kv.given import check_grafts, given_tier
 from ninfer.runtime.kv.setup import fingerprint
@@ -173,7 +173,8 @@ def load(
     if rounds is not None:
         report("drafts", rounds.line())
         plans |= lower_rounds(rounds, lowering, backend.graph, limits)
-    all_plans = [plan for by_width in plans.values() for plan in by_width.values()]
+    chains = {} if rounds is None else lower_chains(rounds, lowering, backend.graph, limits)
+    all_plans = [*(plan for by_width in plans.values() for plan in by_width.values()), *chains.values()]
     entries = device.compile(all_plans)
     arena = max(p.arena_bytes for p in all_plans)
     memory = device.memory(weights, states, env_of(limits, limits.max_rows), arena)
@@ -186,7 +187,8 @@ def load(
     speculation = None
     if rounds is not None:
         runs = {mode: Stage(by_width) for mode, by_width in bound.items()}
-        speculation = speculation_of(rounds, runs, model.tokenizer.special_ids)
+        chain = {shape: device.bind(p, memory, consts, entries) for shape, p in chains.items()}
+        speculation = speculation_of(rounds, runs, model.tokenizer.special_ids, chain)
     return Loaded(
         runner=CompiledRunner(limits, device, memory, bound["sample"], store, _fingerprint(model, config), given),
         tokenizer=model.tokenizer,
@@ -195,7 +197,8 @@ def load(
         generation_config=model.artifact.generation_config,
         eos_ids=_eos_ids(model),
         explain=lambda: "\n\n".join(
-            f"{mode} width {w}\n{plan.table()}" for mode, by_width in plans.items() for w, plan in by_width.items()
+            [f"{mode} width {w}\n{plan.table()}" for mode, by_width in plans.items() for w, plan in by_width.items()]
+            + [f"round of {n} sequences, then {k} drafts\n{plan.table()}" for (n, k), plan in chains.items()]
         ),
         speculation=speculation,
         memory=_ledger(states, backend.weight_bytes(weights), limits, arena),

@@ -48,6 +48,7 @@ def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header:
         step["count_mode"][rows] = COUNT_GENERATED if seq.generated else COUNT_PROMPT
         step["row_start"][b], step["row_count"][b] = at, n
         step["seq_slot"][b], step["kv_len"][b] = seq.slot, seq.kv_len
+        step["room"][b], step["most_drafts"][b] = seq.room, seq.most_drafts
         at += n
         if seq.draw is None:
             flags |= FLAG_COUNTS

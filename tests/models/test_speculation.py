@@ -164,3 +164,26 @@ def test_copies_work_with_a_model_that_has_no_recurrence(tmp_path: Path) -> None
         stats = e.stats().drafts
         assert stats is not None and stats.num_accepted > 20, "a loop is copied"
         assert len(got) < 20
+
+
+def test_rounds_of_mtp_are_one_plan_and_say_what_graph_by_graph_rounds_say(plain: Plain) -> None:
+    with engine("mtp", ngram_draft_tokens=0, max_concurrency=4) as e:
+        speculation = e.speculation
+        assert speculation is not None and speculation.chain is not None
+        plans = [executable.plan for executable in speculation.chain.executables.values()]  # type: ignore[attr-defined]
+        assert all(launch.source for plan in plans for launch in plan.launches), "a call of numpy between kernels"
+        batch = requests(6, seed=5)
+        verify, fold = speculation.run_verify, speculation.run_fold
+
+        def never(rows: object) -> Any:
+            raise AssertionError("a graph was run by itself")
+
+        speculation.run_verify = speculation.run_fold = never
+        together = drive(e, batch)
+        chained = e.stats().drafts
+        speculation.run_verify, speculation.run_fold, speculation.chain = verify, fold, None
+        apart = drive(e, batch)
+        for r in batch:
+            assert said(together[r.id]) == said(apart[r.id]) == plain(r)
+        both = e.stats().drafts
+        assert chained is not None and both is not None and both.num_accepted == 2 * chained.num_accepted > 20

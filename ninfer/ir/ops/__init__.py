@@ -14,6 +14,7 @@ from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.rotated import Rotated
+from ninfer.ir.ops.rounds import ROUND_OPS
 from ninfer.ir.ops.sample import CountTokens, Sample, TokenLogprob
 
 OPS = OpTable(
@@ -47,5 +48,6 @@ OPS = OpTable(
         Sample,
         TokenLogprob,
         *JOURNAL_OPS,
+        *ROUND_OPS,
     )
 )

@@ -29,6 +29,10 @@ class MtpDrafter:
     def end(self, slot: int) -> None:
         self._drafts.pop(slot, None)
 
+    def take(self, slot: int, drafts: Sequence[int]) -> None:
+        """Drafts that a round made itself (chain.py) in place of `advance`."""
+        self._drafts[slot] = list(drafts)
+
     def advance(self, parts: Sequence[Advance]) -> None:
         rows = [self._row(p.slot, p.kv_len, p.following, p.limit > 0) for p in parts]
         live = [p for p in parts if p.limit]

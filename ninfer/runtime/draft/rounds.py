@@ -3,8 +3,8 @@
 The order is propose, verify, accept, fold, advance. Verification draws after every row, keyed by the position that the
 draw fills, as a step without drafts would; it writes keys and values in place, where those of rejected rows are out of
 reach, and leaves recurrent states and token counts alone. Folding moves these over the kept rows, from what
-verification noted in its rings. Nothing of it depends on the host but the texts of drafts, stop tokens and grammar
-masks: a device may chain the graphs of a round, since each reads only states and the step's arrays.
+verification noted in its rings. Where all drafts of a round are MTP's, all of that is one plan (chain.py); otherwise
+the host accepts, and runs a graph at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from attrs import define, evolve, field
 
 from ninfer.ir.step import PROPOSAL_COPY, PROPOSAL_DRAWN
 from ninfer.runtime.batch import Drawn, SeqRows
+from ninfer.runtime.draft.chain import Chain
 from ninfer.runtime.draft.drafter import Advance, Drafter, Run, Want
+from ninfer.runtime.draft.mtp import MtpDrafter
 from ninfer.runtime.draft.ngram import NgramDrafter
 from ninfer.runtime.draft.width import AdaptiveWidth, Survival
 from ninfer.runtime.request import DraftStats, GenerateRequest
@@ -50,7 +52,7 @@ class Speculation:
     run_verify, run_fold: the "verify" and "fold" graphs; without a fold, verifying moves all there is to move.
     num_drafts: of `drafter` in a round; num_copied: of `copier`, whose drafts go before the drafter's. width: chooses
     how many of num_drafts a round has; None: all. rejects: verification weighs a draft's probability against the one
-    that it was drawn with, so no draft may be left out for what it is.
+    that it was drawn with, so no draft may be left out for what it is. chain: whole rounds in one plan, of MTP.
     """
 
     run_verify: Run
@@ -61,6 +63,8 @@ class Speculation:
     num_copied: int
     width: AdaptiveWidth | None = None
     rejects: bool = False
+    chain: Chain | None = None
+    _chained: bool = field(init=False, default=False)  # the round under way made its drafts itself
     _survival: dict[int, Survival] = field(init=False, factory=dict)  # by slot
     _timed: tuple[int, int] | None = field(init=False, default=None)  # sequences and drafts of the round under way
     _at: list[int] = field(init=False)  # accepted drafts by their place in the round
@@ -128,31 +132,63 @@ class Speculation:
             for s in seqs
         ]
 
-    def verify(self, rows: Sequence[SeqRows]) -> list[tuple[Drawn, ...]]:
+    def is_round(self, seqs: Sequence[Seq], rows: Sequence[SeqRows]) -> bool:
+        """Whether a decode step verifies drafts or makes some on its way; else it is a plain one."""
+        self._chained = (
+            self.chain is not None
+            and any(seq.drafting for seq in seqs)
+            and not any(seq.drafts and seq.copied for seq in seqs)
+        )
+        return self._chained or any(row.num_draws > 1 for row in rows)
+
+    def verify(self, seqs: Sequence[Seq], rows: Sequence[SeqRows]) -> list[tuple[Drawn, ...]]:
         """The draws of each sequence, as far as its drafts agree: the last one is the target's alone."""
+        if self._chained:
+            return self._run_chain(seqs, rows)
         drawn = read_draws(rows, self.run_verify(rows))
         return [found[: 1 + num_agreed(row.tokens[1:], found)] for row, found in zip(rows, drawn, strict=True)]
 
+    def _run_chain(self, seqs: Sequence[Seq], rows: Sequence[SeqRows]) -> list[tuple[Drawn, ...]]:
+        assert self.chain is not None and isinstance(self.drafter, MtpDrafter)
+        most = self._next_width(seqs)
+        roomy = [
+            evolve(row, room=seq.max_tokens - seq.num_generated - 2, most_drafts=most) if seq.drafting else row
+            for seq, row in zip(seqs, rows, strict=True)
+        ]
+        result = self.chain(roomy)
+        for seq, drafts in zip(seqs, result.drafts, strict=True):
+            if seq.drafting:
+                self.drafter.take(seq.slot, drafts)
+        return result.drawn
+
     def fold(self, rows: Sequence[SeqRows], kept: Sequence[int]) -> None:
         """Move what verification left in place over the first kept[i] rows of rows[i]."""
+        if self._chained:
+            return
         moved = [evolve(row, tokens=row.tokens[:n], draw=None) for row, n in zip(rows, kept, strict=True) if n]
         if self.run_fold is not None and moved:
             self.run_fold(moved)
 
     def advance(self, seqs: Sequence[Seq], kv_lens: Sequence[int], following: Sequence[tuple[int, ...]]) -> None:
         """What became final of each, from kv_len on, with the token after every row; after a step of any kind."""
-        most = self.num_drafts
-        if self.width is not None:
-            most = self.width.width
-        if self.width is not None and self._timed is not None:  # after a round that was no copy
-            most = self.width.choose([self._survival[seq.slot] for seq in seqs if seq.drafting and seq.last >= 0])
+        most = 0 if self._chained else self._next_width(seqs)
         parts = [
             Advance(slot=seq.slot, kv_len=kv_len, following=ids, limit=_limit(seq, most))
             for seq, kv_len, ids in zip(seqs, kv_lens, following, strict=True)
             if seq.drafting and ids
         ]
         for drafter in self._drafters if parts else ():
-            drafter.advance(parts)
+            if drafter is self.copier or not self._chained:
+                drafter.advance(parts)
+        self._chained = False
+
+    def _next_width(self, seqs: Sequence[Seq]) -> int:
+        """Drafts of the next round. Chosen once for each round of the drafter's own drafts."""
+        if self.width is None:
+            return self.num_drafts
+        if self._timed is None:  # a copy, or no round at all
+            return self.width.width
+        return self.width.choose([self._survival[seq.slot] for seq in seqs if seq.drafting and seq.last >= 0])
 
     def took(self, seconds: float) -> None:
         """The round that was proposed last, from its proposal to the drafts for the next one."""

@@ -19,6 +19,7 @@ from ninfer.models.dflash import DFlashSpec
 from ninfer.models.family import ModelSpec, Rounds
 from ninfer.routes.lower import Lowering
 from ninfer.runtime.batch import Limits, SeqRows
+from ninfer.runtime.draft.chain import Chain, Shape, chain_shapes, is_host_free, lower_chain
 from ninfer.runtime.draft.dflash import DFlashDrafter
 from ninfer.runtime.draft.drafter import Drafter, Run
 from ninfer.runtime.draft.mtp import MtpDrafter
@@ -43,6 +44,7 @@ class DrafterKind:
     num_drafts: Callable[[DFlashSpec | None], int]
     lacks: Callable[[ModelSpec, DFlashSpec | None], str | None]
     make: Callable[[Mapping[str, Run], DFlashSpec | None], Drafter]
+    chains: bool = False  # its drafts come from one graph, run over again: a round can be one plan
 
 
 def _lacks_mtp(spec: ModelSpec, drafter: DFlashSpec | None) -> str | None:
@@ -71,6 +73,7 @@ KINDS: Mapping[str, DrafterKind] = {
         num_drafts=lambda drafter: 3,
         lacks=_lacks_mtp,
         make=lambda runs, drafter: MtpDrafter(runs["draft"]),
+        chains=True,
     ),
     "dflash": _BLOCK,
     "dflash2": _BLOCK,
@@ -174,6 +177,17 @@ def lower_rounds(
     return plans
 
 
+def lower_chains(
+    plan: RoundPlan, lowering: Lowering, graph_at: Callable[[Graph, Env], Graph], limits: Limits
+) -> dict[Shape, Plan]:
+    """Whole rounds, where the drafter and the device can: none, or all shapes."""
+    if plan.kind is None or not plan.kind.chains:
+        return {}
+    shapes = chain_shapes(plan.num_drafts, plan.adaptive, limits.max_seqs)
+    plans = {shape: lower_chain(plan.graphs, shape, lowering, graph_at, limits, plan.most_rows) for shape in shapes}
+    return plans if all(map(is_host_free, plans.values())) else {}
+
+
 @define
 class Stage:
     """A graph's plans by width, ascending, over the memory of its model."""
@@ -189,8 +203,11 @@ class Stage:
         return executable.launch()
 
 
-def speculation_of(plan: RoundPlan, runs: Mapping[str, Run], special: Collection[int]) -> Speculation:
-    """runs: of the plan's graphs; a graph without nodes needs none. special: tokens that no copy reaches over."""
+def speculation_of(
+    plan: RoundPlan, runs: Mapping[str, Run], special: Collection[int], chain: Mapping[Shape, Executable] | None = None
+) -> Speculation:
+    """runs: of the plan's graphs; a graph without nodes needs none. special: tokens that no copy reaches over. chain:
+    whole rounds, by shape."""
     drafter = None if plan.kind is None else plan.kind.make(runs, plan.drafter)
     copier = NgramDrafter(special, plan.min_match, beyond=plan.num_drafts) if plan.num_copied else None
     width = AdaptiveWidth(plan.num_drafts) if plan.adaptive else None
@@ -203,4 +220,5 @@ def speculation_of(plan: RoundPlan, runs: Mapping[str, Run], special: Collection
         plan.num_copied,
         width,
         rejects=plan.rounds.candidates > 0,
+        chain=Chain(chain) if chain else None,
     )
