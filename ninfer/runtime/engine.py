@@ -361,7 +361,7 @@ class Engine:
             if not parts:
                 return
             seqs = [part.seq for part in parts]
-            drafted = step.kind is StepKind.ROUND and speculation is not None and speculation.is_round(seqs, rows)
+            drafted = speculation is not None and speculation.is_round(seqs, rows)
             if speculation is not None and drafted:
                 results = speculation.verify(seqs, rows)
             else:

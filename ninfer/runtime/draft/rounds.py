@@ -133,9 +133,10 @@ class Speculation:
         ]
 
     def is_round(self, seqs: Sequence[Seq], rows: Sequence[SeqRows]) -> bool:
-        """Whether a decode step verifies drafts or makes some on its way; else it is a plain one."""
+        """Whether a step verifies drafts or makes some on its way; else it is a plain one. Once for each step."""
         self._chained = (
             self.chain is not None
+            and all(row.generated for row in rows)
             and any(seq.drafting for seq in seqs)
             and not any(seq.drafts and seq.copied for seq in seqs)
         )
@@ -180,7 +181,6 @@ class Speculation:
         for drafter in self._drafters if parts else ():
             if drafter is self.copier or not self._chained:
                 drafter.advance(parts)
-        self._chained = False
 
     def _next_width(self, seqs: Sequence[Seq]) -> int:
         """Drafts of the next round. Chosen once for each round of the drafter's own drafts."""
