@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import FakeGpu, FakePrograms
 
 from ninfer.devices.cpu import CpuDevice, cpu_info
 from ninfer.devices.cuda import CudaDevice, cuda_info
@@ -31,6 +30,7 @@ from ninfer.runtime.batch import Draw, Limits, SeqRows
 from ninfer.runtime.draft.chain import Chain, chain_shapes, lower_chain
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.runner import env_of, state_types
+from tests.cuda.fake_gpu import FakeGpu, FakePrograms
 
 V = 64
 LIMITS = Limits(max_rows=16, max_seqs=4, slots=5, pages=1, max_pages=1, context_len=64, domain=V)
