@@ -8,7 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from ninfer.runtime.grafts import Graft
-from ninfer.text.chat import THINK_TAGS, ThinkTags
+from ninfer.text.chat import THINK_TAGS, CallStyle, ThinkTags
 from ninfer.text.grammar import Ebnf, JsonSchema, Regex
 
 
@@ -81,3 +81,4 @@ class Prompt:
     graft: Graft | None = None  # its ids come first
     thinking: bool | None = None  # whether the reply begins inside the tags; None: it knows no reasoning
     tags: ThinkTags = THINK_TAGS
+    style: CallStyle | None = None  # how the model spells tool calls

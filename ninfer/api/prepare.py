@@ -127,7 +127,8 @@ def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
         ids += encode(serving.tokenizer, chat.prefill, parse_special=False)
     graft = serving.graft(ask.graft)
     before = () if graft is None else graft.ids
-    return Prompt(ids=(*before, *ids), graft=graft, thinking=thinking, tags=template.tags)
+    style = template.call_style if chat.tools else None
+    return Prompt(ids=(*before, *ids), graft=graft, thinking=thinking, tags=template.tags, style=style)
 
 
 def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

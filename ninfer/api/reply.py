@@ -10,12 +10,12 @@ import attrs
 from ninfer.api.ask import Prompt, Tools
 from ninfer.api.told import Finish, Part, TokenText
 from ninfer.runtime.request import Delta, FinishReason, Timings, TokenOut
+from ninfer.text.calls import call_parser
 from ninfer.text.parts import CallBegin, Text, joined
 from ninfer.text.parts import Part as Told
 from ninfer.text.reasoning import ReasoningSplit
 from ninfer.text.stream import TextStream
 from ninfer.text.tokenizer import Tokenizer
-from ninfer.text.tools import ToolParser
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -43,7 +43,7 @@ class Reply:
         self._split = None
         if prompt.thinking is not None:
             self._split = ReasoningSplit(open=prompt.thinking, by_token=by_token, tags=prompt.tags)
-        self._tools = ToolParser(tools.schemas, parallel=tools.parallel) if tools.schemas else None
+        self._tools = call_parser(prompt.style, tools.schemas, parallel=tools.parallel) if tools.schemas else None
         self._called = False
         self._clock = clock
         self._started_s = clock()

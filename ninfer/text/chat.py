@@ -46,6 +46,7 @@ TURN_ENDS = ("<turn|>", "<|tool_response>", "<end_of_turn>")
 class CallStyle(Enum):
     XML = "xml"  # <tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>
     JSON = "json"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>
+    GEMMA = "gemma"  # <|tool_call>call:NAME{key:<|"|>value<|"|>}<tool_call|>
 
 
 def _raise(message: str) -> NoReturn:
@@ -174,4 +175,6 @@ class ChatTemplate:
             return None
         if "<function=probe_name>" in text:
             return CallStyle.XML
+        if "<|tool_call>call:probe_name{" in text:
+            return CallStyle.GEMMA
         return CallStyle.JSON if "<tool_call>" in text and "probe_name" in text else None

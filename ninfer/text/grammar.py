@@ -29,6 +29,8 @@ THREADS = 2
 MAX_BLANKS = 8  # in a row: without a bound, models fill replies with them
 MAX_BREAKS = 2  # tokens of line breaks between reasoning and the format
 
+GEMMA_MARKS = ("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>")  # never inside of arguments
+
 # What a reply is kept to
 
 
@@ -185,12 +187,12 @@ class AfterReasoning:
 
 
 def _calls(format: Calls, *, typed: bool) -> str:
-    spell = _xml_tag if format.style is CallStyle.XML else _json_tag
+    spell = {CallStyle.XML: _xml_tag, CallStyle.JSON: _json_tag, CallStyle.GEMMA: _gemma_tag}[format.style]
     tags = [spell(name, schema if typed else {}, typed) for name, schema in format.tools.items()]
     tree: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": "\n",
+        "separator": "" if format.style is CallStyle.GEMMA else "\n",
         "at_least_one": True,
         "stop_after_first": not format.parallel,
     }
@@ -211,6 +213,11 @@ def _xml_tag(name: str, schema: Mapping[str, Any], typed: bool) -> Mapping[str, 
 def _json_tag(name: str, schema: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:
     begin = f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
     return _tag(begin, _json(dict(schema) or {"type": "object"}), "}\n</tool_call>")
+
+
+def _gemma_tag(name: str, schema: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:
+    arguments = _json(dict(schema) or {"type": "object"}) | {"style": "gemma", "excludes": list(GEMMA_MARKS)}
+    return _tag(f"<|tool_call>call:{name}", arguments, "<tool_call|>")
 
 
 def _json(schema: Any) -> dict[str, Any]:

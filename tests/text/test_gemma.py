@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
-from ninfer.text.chat import CHANNEL, ChatTemplate
+from ninfer.text.chat import CHANNEL, CallStyle, ChatTemplate
 from ninfer.text.parts import Part, Reasoning, Text, joined
 from ninfer.text.prompt import encode_chat, render
 from ninfer.text.reasoning import ReasoningSplit
@@ -72,6 +72,10 @@ CALLS = [
     {"id": "a", "type": "function", "function": {"name": "sky", "arguments": {}}},
     {"id": "b", "type": "function", "function": {"name": "sea", "arguments": {}}},
 ]
+
+
+def test_the_spelling_of_calls_is_seen_from_the_template(template: ChatTemplate) -> None:
+    assert template.call_style is CallStyle.GEMMA
 
 
 def test_results_of_tools_stand_in_the_message_that_called(template: ChatTemplate) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from ninfer.errors import BadRequest
 from ninfer.text.chat import CallStyle
@@ -54,6 +55,9 @@ def fits(grammars: Grammars, tokenizer: Tokenizer, format: Format, text: str) ->
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
 XML = Calls(tools={"f": SCHEMA, "ping": {}}, style=CallStyle.XML)
 JSON = Calls(tools={"f": SCHEMA, "ping": {}}, style=CallStyle.JSON, parallel=False)
+GEMMA = Calls(tools={"f": SCHEMA, "ping": {}}, style=CallStyle.GEMMA)
+G_CALL = '<|tool_call>call:f{city:<|"|>Köln "x"<|"|>,n:3}<tool_call|>'
+G_PING = "<|tool_call>call:ping{}<tool_call|>"
 F_CALL = "<tool_call>\n<function=f>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>"
 PING = "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
 
@@ -73,6 +77,19 @@ PING = "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
             ['<tool_call>\n{"name": "f", "arguments": {"city": "x"}}\n</tool_call>'],
             ['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', PING],
         ),
+        (
+            GEMMA,
+            [G_CALL, G_PING, G_PING + G_CALL],
+            [
+                "hello",
+                G_CALL.replace(":f{", ":g{"),
+                G_CALL.replace('<|"|>', '"'),
+                G_CALL.replace("n:3", "n:x"),
+                G_PING + "x",
+            ],
+        ),
+        (evolve(GEMMA, parallel=False), [G_CALL], [G_PING + G_PING, G_CALL.replace('"x"', "<tool_call|>")]),
+        (evolve(GEMMA, or_json=JsonSchema()), ["{}", G_PING], ["hello"]),
         (Calls(tools={"ping": {}}, style=CallStyle.XML, or_json=JsonSchema()), ["{}", PING], ["hello"]),
     ],
 )
