@@ -460,7 +460,8 @@ _RUNS: dict[tuple[str, int], int] = {}
 def _run_bytes(layout: Layout, fmt: QuantFormat, k: int) -> int:
     key = (fmt.name, k)
     if key not in _RUNS:
-        _RUNS[key] = layout(fmt)(np.zeros(fmt.nbytes((16, k)), np.uint8), (16, k)).nbytes
+        rows = fmt.least_rows(16)
+        _RUNS[key] = layout(fmt)(np.zeros(fmt.nbytes((rows, k)), np.uint8), (rows, k)).nbytes * 16 // rows
     return _RUNS[key]
 
 

@@ -73,6 +73,9 @@ class FloatFormat(QuantFormat):
     def row_step(self) -> int:
         return TILE_ROWS if self.layout == "tiles" else 1
 
+    def least_rows(self, rows: int) -> int:
+        return align_up(rows, self.row_step * max(1, self.divisors))
+
     def _shape(self, shape: Sequence[int]) -> tuple[int, int]:
         n, k = matrix_of(shape)
         self.blocks_per_row(k)

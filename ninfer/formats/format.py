@@ -83,6 +83,10 @@ class QuantFormat:
         """Matrices have a multiple of so many rows, and are cut at multiples of it."""
         return 1
 
+    def least_rows(self, rows: int) -> int:
+        """A number of rows, at least so many, that a whole matrix may have."""
+        return align_up(rows, self.row_step)
+
     @property
     def can_pack(self) -> bool:
         return self.is_plain or self.encode is not None

@@ -1,7 +1,7 @@
 """The ggml formats whose codes index a grid of 4 or 8 values: tables and decoders.
 
 Tables come from the gguf package. Each decoder takes whole blocks, uint8 [n, block bytes] -> float32 [n, 256], and
-multiplies in float32 in the order of ggml.
+multiplies in float32 in the order of ggml. `grid_parts.py` gives the same blocks as integers.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer.formats.dtypes import F32, I32, DType
+from ninfer.formats.grid_parts import random_blocks
 from ninfer.formats.quant import Packed, QuantFormat
 from ninfer.ir.types import Array, Dim, TensorType
 
@@ -30,7 +31,10 @@ def vector(width: int, *, seed: int = 1, mean: float = 1.0) -> Typed:
 
 
 def matrix(fmt: QuantFormat, n: int, k: int, *, seed: int = 2) -> Typed:
-    """A weight [n, k] in `fmt`, values about N(0, 1/k)."""
+    """A weight [n, k] in `fmt`, values about N(0, 1/k); of grids, which have no encoder, random blocks of that size."""
+    if fmt.is_grid:
+        blocks = random_blocks(fmt, n * fmt.blocks_per_row(k), float(k**-0.5), rng(seed))
+        return TensorType((n, k), F32, fmt), Packed(fmt, blocks.reshape(-1), (n, k))
     x = (rng(seed).standard_normal((n, k)) / np.sqrt(k)).astype(np.float32)
     return TensorType((n, k), F32, fmt), Packed(fmt, fmt.pack(x), (n, k))
 

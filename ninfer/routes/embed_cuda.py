@@ -14,14 +14,6 @@ from ninfer.routes.route import Geometry, Route, Tuning
 SPAN = 1024  # columns of a block
 
 
-def _refuse(op: Embed, types: Types) -> str | None:
-    fmt = types[1].fmt
-    assert fmt is not None
-    if layout_of(fmt).tiled or fmt.is_plain:
-        return None
-    return f"{fmt.name} is a grid, which no GPU route reads; convert the embedding with --quantize"
-
-
 def _geometry(op: Embed, types: Types, env: Env, tuning: Tuning) -> Geometry:
     h = types[1].shape[1]
     assert isinstance(h, int)
@@ -43,7 +35,6 @@ EMBED = Route(
     template="cuda/embed.cu.j2",
     geometry=_geometry,
     context=_context,
-    refuse=_refuse,
     numerics="cuda",
 )
 

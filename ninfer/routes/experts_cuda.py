@@ -36,7 +36,7 @@ class Body:
 
     @property
     def factor(self) -> float:
-        return 1.0 if self.tiling is None else 2.0 ** (self.tiling.bits - 8)
+        return 1.0 if self.tiling is None else self.tiling.factor
 
 
 @frozen
@@ -70,10 +70,6 @@ def _outputs(op: Mixture) -> int:
 
 
 def _refuse(op: Mixture, types: Types) -> str | None:
-    for w in _stacks(types):
-        assert w.fmt is not None
-        if w.fmt.is_grid:
-            return f"{w.fmt.name} is a table of vectors, which no kernel unpacks yet"
     k = _stacks(types)[0].shape[1]
     assert isinstance(k, int)
     if _outputs(op) % TILE_ROWS:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from ninfer.formats.quant import FloatFormat, QuantFormat, align_up
+from ninfer.formats.quant import QuantFormat, align_up
 from ninfer.ir.op import Op, snake
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant
@@ -62,6 +62,7 @@ class Body:
     parts: int = 1
     first_ticket: int = 0
     cuts_at: int = 0  # floats before this body's sums of cuts
+    grid_bytes: int = 0  # that the copies of a grid may take
 
     @property
     def units(self) -> int:
@@ -85,7 +86,12 @@ class Body:
 
     @property
     def factor(self) -> float:
-        return 1.0 if self.tiling is None else 2.0 ** (self.tiling.bits - 8)
+        return 1.0 if self.tiling is None else self.tiling.factor
+
+    @property
+    def copies(self) -> int:
+        """Of a grid in shared memory."""
+        return 1 if self.tiling is None else self.tiling.grid_copies(self.grid_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -280,12 +286,12 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     (columns per activation scale, where the route quantises), late (fills of a warp's ring that are still to come when
     the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
     blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
-    its own are on their way).
+    its own are on their way), grid (KiB that copies of a grid may take in shared memory).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
         context = _stream(op, types, env, tuning, stages)
-        if context["at"].end <= limit:
+        if context["at"].end + context["grids"] <= limit:
             break
     return context
 
@@ -304,6 +310,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     riders = _riders(o, plain, warps, sum(b.blocks for b in bodies))
     if plain and riders is None:
         bodies = _bodies(o, warps, span, blocks, ga, split)
+    bodies = tuple(evolve(b, grid_bytes=tuning.get("grid", 8) << 10) for b in bodies)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
@@ -335,7 +342,8 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
-        "halves": halves, "bodies": bodies, "blocks": blocks, "at": Places(**offsets, end=at), "riders": riders,
+        "halves": halves, "bodies": bodies, "grids": sum(b.tiling.grid_bytes * b.copies for b in bodies if b.tiling),
+        "blocks": blocks, "at": Places(**offsets, end=at), "riders": riders,
         "late": tuning.get("late", -1), "tickets": sum(b.left for b in bodies), "kept": kept, "holds": holds,
         "nexts": _nexts(o, warps, tuning), "swiglu_ahead": bool(o.ahead and o.ahead.swiglu),
         "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
@@ -508,17 +516,6 @@ def _gemm_workspace(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
 # What routes accept.
 
 
-def _readable(op: Op, types: Types) -> str | None:
-    o = operands(op, types)
-    for _, t in o.weights:
-        assert t.fmt is not None
-        if t.fmt.is_grid:
-            return f"{t.fmt.name} is a table of vectors, which no kernel unpacks yet"
-        if isinstance(t.fmt, FloatFormat):
-            return f"{t.fmt.name} has words that are small floats, which no kernel unpacks yet"
-    return None
-
-
 def _wide_loads(op: Op, types: Types) -> str | None:
     o = operands(op, types)
     if o.k % 8:
@@ -526,20 +523,27 @@ def _wide_loads(op: Op, types: Types) -> str | None:
     group = o.quant or o.weigh
     if group and (_height(o.weights[0][1]) % group or group not in (32, 64, 128)):
         return f"{_height(o.weights[0][1])} outputs are not whole groups of {group}"
-    return _readable(op, types)
+    return None
 
 
 def _needs(op: Op, types: Types, rows: int, tuning: Tuning) -> int:
     """Bytes of shared memory for the activations of `rows` rows and the smallest ring of weights."""
     env = Env(rows=rows, logit_rows=rows, seqs=rows)
-    end = _stream(op, types, env, tuning, 2)["at"].end
-    assert isinstance(end, int)
-    return end
+    context = _stream(op, types, env, tuning, 2)
+    need = context["at"].end + context["grids"]
+    assert isinstance(need, int)
+    return need
 
 
 def _fits(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
     """Whether shared memory holds what a tuning needs."""
-    return lambda op, types, tuning: _needs(op, types, rows, tuning) <= limit << 10
+
+    def fits(op: Op, types: Types, tuning: Tuning) -> bool:
+        if "grid" in tuning and not any(t.fmt is not None and t.fmt.is_grid for _, t in operands(op, types).weights):
+            return False
+        return _needs(op, types, rows, tuning) <= limit << 10
+
+    return fits
 
 
 def _some_fit(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[Op, Types], str | None]:
@@ -623,18 +627,20 @@ def _mma_route(op: type[Op], direct: bool) -> Route[Any]:
 def _exact_route(op: type[Op]) -> Route[Any]:
     return Route(
         name=f"{snake(op.__name__)}.exact", op=op, device="cuda", template="cuda/linear_exact.cu.j2",
-        geometry=_exact_geometry, context=exact, refuse=_readable, tunings=({"warps": 4}, {"warps": 8}),
+        geometry=_exact_geometry, context=exact, tunings=({"warps": 4}, {"warps": 8}),
         numerics="cuda.linear.f32",
     )  # fmt: skip
 
 
 def routes(units: int) -> tuple[Route[Any], ...]:
     """All of them, with grids for a GPU of so many multiprocessors."""
-    bulk = [{"warps": w, "stages": s, "blocks": units, "bulk": 1, "resident": 2, **more}
-            for w, s, more in ((10, 4, {}), (8, 5, {}), (10, 4, {"late": 2, "split": 8}))]  # fmt: skip
+    bulk = [
+        {"warps": w, "stages": s, "blocks": units, "bulk": 1, "resident": 2, **more}
+        for w, s, more in ((10, 4, {}), (8, 5, {}), (10, 4, {"late": 2, "split": 8}), (10, 4, {"grid": 32}))
+    ]
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
-    copies = [small, large, {**small, "late": 1, "split": 8}]
+    copies = [small, large, {**small, "late": 1, "split": 8}, {**large, "grid": 32}]
     found: list[Route[Any]] = []
     for op in OPS:
         found += [_stream_route(op, low, high, "bulk", "sm90a", 227, tuple(bulk)) for low, high in WIDTHS]
