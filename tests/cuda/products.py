@@ -53,7 +53,7 @@ def sources(trial: Trial) -> Iterator[tuple[Source | None, Geometry]]:
 
 def error_of(got: Sequence[NDArray[np.generic]], want: Sequence[NDArray[np.generic]]) -> float:
     pairs = zip(got, want, strict=True)
-    return max(float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b)) for a, b in pairs)
+    return max(float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)) / np.linalg.norm(b)) for a, b in pairs)
 
 
 def run(
