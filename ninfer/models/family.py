@@ -18,7 +18,7 @@ from ninfer.ir.ops.journal import ring_state, ring_store
 from ninfer.ir.ops.linear import linear, linear_add, linear_swiglu
 from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.ops.reject import sample_rejecting
-from ninfer.ir.ops.sample import sample, score
+from ninfer.ir.ops.sample import sample, sample_ahead, score
 from ninfer.ir.types import TensorType
 from ninfer.models.fields import short
 from ninfer.models.rope import RopeSpec
@@ -32,7 +32,8 @@ Info: TypeAlias = Callable[[str], TensorInfo]  # of a stored parameter; raises A
 MODES = ("sample", "score", "logits")
 
 # Graphs for rounds of drafts; they need `rounds`. "verify" is "sample" with recurrent states left where they are and
-# their inputs kept; "fold" moves the states over the rows that were accepted, one step row for each; "draft" gives the
+# their inputs kept, and token counts left at a sequence's first row; "fold" moves the states over the rows that were
+# accepted, one step row for each; "draft" gives the
 # drafter's argmax at the logit rows, "draft_logits" its logits and hidden values. See models/mtp.py.
 ROUND_MODES = ("verify", "fold", "draft", "draft_logits")
 
@@ -296,7 +297,9 @@ def finish(
     match mode:
         case "verify" if candidates:
             sample_rejecting(g, logits, domain=domain, count=candidates)
-        case "sample" | "verify":
+        case "verify":
+            sample_ahead(g, logits, domain=domain)
+        case "sample":
             sample(g, logits, domain=domain)
         case "score":
             score(g, logits, domain=domain)

@@ -7,11 +7,24 @@ from typing import Any
 
 from ninfer.ir.ops.rounds import AcceptDrafts, FollowDrafts
 from ninfer.ir.types import Env, Types
+from ninfer.routes.rounds_cpu import COUNTING
 from ninfer.routes.route import Geometry, Route, Tuning
 
 _NEXT_RECORD = "StepHeader* next, " + ", ".join(
     f"i32* next_{name}"
-    for name in ("tokens", "positions", "row_seq", "start", "count", "slot", "len", "room", "most", "logit_rows")
+    for name in (
+        "tokens",
+        "positions",
+        "row_seq",
+        "count_mode",
+        "start",
+        "count",
+        "slot",
+        "len",
+        "room",
+        "most",
+        "logit_rows",
+    )
 )
 
 
@@ -20,7 +33,7 @@ def _one_block(op: AcceptDrafts | FollowDrafts, types: Types, env: Env, tuning: 
 
 
 def _context(op: AcceptDrafts | FollowDrafts, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"next_record": _NEXT_RECORD}
+    return {"next_record": _NEXT_RECORD, "counting": COUNTING}
 
 
 ACCEPT_DRAFTS = Route(

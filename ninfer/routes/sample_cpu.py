@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ninfer.ir.ops.sample import PURPOSE_DRAW, CountTokens, Sample, TokenLogprob
+from ninfer.ir.ops.sample import PURPOSE_DRAW, CountTokens, Sample, SampleAhead, TokenLogprob
 from ninfer.ir.step import (
     COUNT_GENERATED,
     COUNT_PROMPT,
@@ -51,7 +51,10 @@ def _per_row(op: Sample | TokenLogprob, types: Types, env: Env, tuning: Tuning) 
 
 
 def _sample_context(op: Sample, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    ahead = isinstance(op, SampleAhead)
     return {
+        "ahead": ahead,
+        "out": 10 if ahead else 6,  # the first output's argument
         "num_top": NUM_TOP,
         "mask_rows": MASK_ROWS,
         "prompt_bit": PROMPT_BIT,
@@ -77,6 +80,15 @@ SAMPLE = Route(
     workspace=_sample_workspace,
     context=_sample_context,
 )
+SAMPLE_AHEAD = Route(
+    name="sample_ahead.cpu",
+    op=SampleAhead,
+    device="cpu",
+    template="cpu/sample.cpp.j2",
+    geometry=_per_row,
+    workspace=_sample_workspace,
+    context=_sample_context,
+)
 TOKEN_LOGPROB = Route(
     name="token_logprob.cpu",
     op=TokenLogprob,
@@ -86,4 +98,4 @@ TOKEN_LOGPROB = Route(
     numerics="f32",
 )
 
-ROUTES: tuple[Route[Any], ...] = (COUNT_TOKENS, SAMPLE, TOKEN_LOGPROB)
+ROUTES: tuple[Route[Any], ...] = (COUNT_TOKENS, SAMPLE, SAMPLE_AHEAD, TOKEN_LOGPROB)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ninfer.ir import step
 from ninfer.ir.op import Op
-from ninfer.ir.ops.sample import PURPOSE_DRAW, CountTokens, Sample, TokenLogprob
+from ninfer.ir.ops.sample import PURPOSE_DRAW, CountTokens, Sample, SampleAhead, TokenLogprob
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Stage, Tuning
 
@@ -42,7 +42,10 @@ def _geometry(op: Sample, types: Types, env: Env, tuning: Tuning) -> Geometry:
 
 
 def _context(op: Sample, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    ahead = isinstance(op, SampleAhead)
     return {
+        "ahead": ahead,
+        "more": " const i32* tokens, const i32* row_seq, const i32* row_start, const i32* logit_rows," if ahead else "",
         "draw": {
             "V": _vocabulary(types),
             "domain": op.domain,
@@ -93,6 +96,17 @@ SAMPLE = Route(
     ),
     numerics="cuda",
 )
+SAMPLE_AHEAD = Route(
+    name="sample_ahead.cuda",
+    op=SampleAhead,
+    device="cuda",
+    template="cuda/sample_scan.cu.j2",
+    geometry=_geometry,
+    context=_context,
+    workspace=_workspace,
+    then=SAMPLE.then,
+    numerics="cuda",
+)
 COUNT_TOKENS = Route(
     name="count_tokens.cuda",
     op=CountTokens,
@@ -111,4 +125,4 @@ TOKEN_LOGPROB = Route(
     numerics="cuda",
 )
 
-ROUTES: tuple[Route[Any], ...] = (SAMPLE, COUNT_TOKENS, TOKEN_LOGPROB)
+ROUTES: tuple[Route[Any], ...] = (SAMPLE, SAMPLE_AHEAD, COUNT_TOKENS, TOKEN_LOGPROB)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ninfer.ir.step import (
     COUNT_GENERATED,
+    COUNT_NONE,
     COUNT_PROMPT,
     FLAG_COUNTS,
     FLAG_LOGPROBS,
@@ -46,6 +47,10 @@ def fill_step(seqs: Sequence[SeqRows], step: Mapping[str, NDArray[Any]], header:
         step["positions"][rows] = np.arange(seq.kv_len, seq.kv_len + n)
         step["row_seq"][rows] = b
         step["count_mode"][rows] = COUNT_GENERATED if seq.generated else COUNT_PROMPT
+        if seq.num_draws > 1:
+            step["count_mode"][at + 1 : at + n] = COUNT_NONE  # drafts, which count when they are kept
+        elif seq.draw is None and seq.generated:
+            step["count_mode"][at] = COUNT_NONE  # the first of the rows kept, which was counted when it was verified
         step["row_start"][b], step["row_count"][b] = at, n
         step["seq_slot"][b], step["kv_len"][b] = seq.slot, seq.kv_len
         step["room"][b], step["most_drafts"][b] = seq.room, seq.most_drafts

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from ninfer.config import EngineConfig
 from ninfer.errors import UsageError
@@ -54,7 +55,8 @@ def plain() -> Iterator[Plain]:
     with engine("none") as bare:
 
         def text(r: GenerateRequest) -> list[TokenOut]:
-            key = (r.prompt_ids, r.sampling.seed, r.sampling.temperature, r.max_tokens, r.logprobs)
+            penalties = (r.sampling.repetition_penalty, r.sampling.presence_penalty, r.sampling.frequency_penalty)
+            key = (r.prompt_ids, r.sampling.seed, r.sampling.temperature, r.max_tokens, r.logprobs, penalties)
             if key not in texts:
                 texts[key] = said(drive(bare, [r])[r.id])
             return texts[key]
@@ -104,6 +106,27 @@ def test_more_slots_than_drafted_rows_and_long_prompts(plain: Plain) -> None:
         together = drive(drafted, batch)
         for r in batch:
             assert said(together[r.id]) == plain(r)
+
+
+@pytest.mark.parametrize("changes", [{}, {"ngram_draft_tokens": 0}, {"spec": "ngram"}], ids=str)
+def test_penalties_count_along_the_drafts(plain: Plain, changes: dict[str, Any]) -> None:
+    """Copies and one graph after another, rounds in one plan, copies alone; beside requests without penalties."""
+    penalties: list[dict[str, float]] = [
+        {"repetition_penalty": 1.02},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.02},
+        {},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.8},  # hardly a draft is kept
+    ]
+    with engine(**{"spec": "mtp", "ngram_min_match": 4, **changes}) as drafted:
+        batch = [evolve(r, sampling=evolve(r.sampling, **penalties[i % 4])) for i, r in enumerate(requests(8, seed=3))]
+        together = drive(drafted, batch)
+        alone = drive(drafted, batch[:2])
+        kept = [deltas[-1].timings.num_accepted_tokens for deltas in together.values() if deltas[-1].timings]
+        for r in batch:
+            assert said(together[r.id]) == plain(r), r
+        assert [said(d) for d in alone.values()] == [said(together[i]) for i in alone]
+        least = 10 if "spec" not in changes else 1  # penalties leave little to copy
+        assert sum(kept[0::4]) + sum(kept[1::4]) > least, "requests with penalties are drafted for"
 
 
 def test_the_head_drafts_as_its_reference_says() -> None:

@@ -88,6 +88,8 @@ def test_company_changes_nothing_and_slots_are_reused() -> None:
 
 def test_a_request_without_drafts_shares_rounds_with_one_that_has_them() -> None:
     e, _ = speculative(FakeRunner(), 3)
+    assert e.speculation is not None
+    e.speculation.rejects = True  # which does not know how penalties move within a round
     plain = request("p", 9, max_tokens=20, sampling=Sampling(seed=7, presence_penalty=0.5))
     drafted = request("dd", 9, max_tokens=20)
     got = run_out(e, [plain, drafted])

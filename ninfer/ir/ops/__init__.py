@@ -15,7 +15,7 @@ from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.rotated import Rotated
 from ninfer.ir.ops.rounds import ROUND_OPS
-from ninfer.ir.ops.sample import CountTokens, Sample, TokenLogprob
+from ninfer.ir.ops.sample import CountTokens, Sample, SampleAhead, TokenLogprob
 
 OPS = OpTable(
     (
@@ -46,6 +46,7 @@ OPS = OpTable(
         GatedDelta,
         CountTokens,
         Sample,
+        SampleAhead,
         TokenLogprob,
         *JOURNAL_OPS,
         *ROUND_OPS,

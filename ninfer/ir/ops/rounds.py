@@ -18,37 +18,38 @@ from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require
 from ninfer.ir.ops.checks import are_ints
-from ninfer.ir.step import HEADER_WORDS
+from ninfer.ir.step import COUNT_GENERATED, COUNT_NONE, FLAG_COUNTS, HEADER_WORDS
 from ninfer.ir.types import Arrays, B, Env, L, T, TensorType, Types, ints, plain
 
 _PAST_FIELDS = "row_count seq_slot kv_len room most_drafts"
 SEQ_FIELDS = f"row_start {_PAST_FIELDS}"
-NEXT_FIELDS = f"header tokens positions row_seq {SEQ_FIELDS} logit_rows"
+NEXT_FIELDS = f"header tokens positions row_seq count_mode {SEQ_FIELDS} logit_rows"
 NUM_NEXT = len(NEXT_FIELDS.split())
 
 
 def _check_next(op: Op, fields: Types) -> None:
-    header, tokens, positions, row_seq, *seqs, logit_rows = fields
+    header, tokens, positions, row_seq, count_mode, *seqs, logit_rows = fields
     require(op, header == TensorType((HEADER_WORDS,), U32), f"header must be u32[{HEADER_WORDS}], not {header}")
-    are_ints(op, "tokens positions row_seq", (T,), tokens, positions, row_seq)
+    are_ints(op, "tokens positions row_seq count_mode", (T,), tokens, positions, row_seq, count_mode)
     are_ints(op, SEQ_FIELDS, (B,), *seqs)
     are_ints(op, "logit_rows", (L,), logit_rows)
 
 
 def _write_next(fields: Arrays, parts: list[tuple[int, int, list[int], int, int]]) -> None:
     """parts: slot, kv_len, tokens, room and most_drafts of each sequence. One with room drafts at its last row."""
-    header, tokens, positions, row_seq, start, count, slot, kv_len, room, most, logit_rows = map(plain, fields)
+    header, tokens, positions, row_seq, mode, start, count, slot, kv_len, room, most, logit_rows = map(plain, fields)
     at, num_logits = 0, 0
     for b, (its_slot, past, following, left, its_most) in enumerate(parts):
         n = len(following)
         rows = slice(at, at + n)
         tokens[rows], positions[rows], row_seq[rows] = following, np.arange(past, past + n), b
+        mode[rows], mode[at + n - 1] = COUNT_GENERATED, COUNT_NONE
         start[b], count[b], slot[b], kv_len[b], room[b], most[b] = at, n, its_slot, past, left, its_most
         at += n
         if left:
             logit_rows[num_logits] = at - 1
             num_logits += 1
-    header[:4] = at, len(parts), num_logits, 0
+    header[:4] = at, len(parts), num_logits, FLAG_COUNTS
 
 
 @frozen
@@ -57,9 +58,9 @@ class AcceptDrafts(Op):
 
     token: i32 [L], the draw after each row (every row has one; -1: it failed); tokens: [T]; row_start, row_count,
     seq_slot, kv_len, room, most_drafts: [B]; then the record of the following step, which is written: the kept rows,
-    each with the token after it in place of its own, and a logit row at the last of those whose sequence goes on
-    drafting -> rows kept i32 [B]. room becomes the drafts wanted: of room less the drafts that were kept, at most
-    most_drafts.
+    each with the token after it in place of its own, which counts if it was a draft, and a logit row at the last of
+    those whose sequence goes on drafting -> rows kept i32 [B]. room becomes the drafts wanted: of room less the drafts
+    that were kept, at most most_drafts.
     """
 
     mutates: ClassVar[tuple[int, ...]] = tuple(range(8, 8 + NUM_NEXT))
@@ -148,7 +149,7 @@ class FollowDrafts(Op):
 def _next_fields(rows: int, seqs: int, num_logits: int | None = None) -> list[cw.Typed]:
     """A record that holds something else."""
     header: NDArray[np.uint32] = np.full(HEADER_WORDS, 77, np.uint32)
-    row_fields = [cw.ints(T, [-7] * rows) for _ in range(3)]
+    row_fields = [cw.ints(T, [-7] * rows) for _ in range(4)]
     seq_fields = [cw.ints(B, [-7] * seqs) for _ in SEQ_FIELDS.split()]
     logit_rows = cw.ints(L, [-7] * (rows if num_logits is None else num_logits))
     return [(TensorType((HEADER_WORDS,), U32), header), *row_fields, *seq_fields, logit_rows]

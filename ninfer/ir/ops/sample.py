@@ -227,6 +227,57 @@ class Sample(Op):
 
 
 @frozen
+class SampleAhead(Sample):
+    """Sample over rows of drafts: penalties count the tokens of a sequence's rows up to the one drawn after; the first
+    of them `counts` has.
+
+    Sample's arguments; tokens, row_seq [T]; row_start [B]; logit_rows [L] -> as Sample.
+    """
+
+    def infer(self, args: Types) -> Types:
+        tokens, row_seq, row_start, logit_rows = args[5:]
+        are_ints(self, "tokens row_seq", (T,), tokens, row_seq)
+        are_ints(self, "row_start", (B,), row_start)
+        are_ints(self, "logit_rows", args[0].shape[:1], logit_rows)
+        return super().infer(args[:5])
+
+    def reference(self, args: Arrays) -> Arrays:
+        logits, words = f32_array(args[0]), np.ascontiguousarray(plain(args[1]))
+        params = words.view(SAMPLE_PARAMS.numpy).reshape(-1)
+        tokens, row_seq, row_start, rows = map(ints, args[5:])
+        found = []
+        for i, t in enumerate(rows):  # each by itself, with counts of its own
+            counts = ints(args[2]).copy()
+            for draft in tokens[row_start[row_seq[t]] + 1 : t + 1]:
+                counts[params[i]["slot"], draft] += 1
+            found.append(super().reference((logits[i : i + 1], words[i : i + 1], counts, *args[3:5])))
+        token, logprobs, top = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return token, logprobs, top
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        (case,) = Sample.cases()
+        n = len(plain(case.arrays[0]))
+        params = plain(case.arrays[1]).copy()
+        records = params.view(SAMPLE_PARAMS.numpy).reshape(n)
+        records["flags"] |= USE_PENALTIES
+        records["slot"] = [i // 6 for i in range(n)]
+        records["repetition_penalty"], records["presence_penalty"] = 1.4, 3.0
+        records["frequency_penalty"] = [0.7 * (i % 3) for i in range(n)]
+        drafts = [int(row[:990].argmax()) for row in plain(case.arrays[0])]  # what a draw without penalties would say
+        drafts[9] = drafts[8]
+        typed = (
+            cw.ints(T, [1, *drafts[1:6], 2, *drafts[7:]]),
+            cw.ints(T, [0] * 6 + [1] * 6),
+            cw.ints(B, [0, 6]),
+            cw.ints(L, list(range(n))),
+        )
+        types = (*case.types, *(t for t, _ in typed))
+        arrays = (case.arrays[0], params, *case.arrays[2:], *(a for _, a in typed))
+        yield Case(cls(990), "rows", types, arrays, Env(n, n, 2, slots=2), case.rtol, case.atol, case.header_flags)
+
+
+@frozen
 class TokenLogprob(Op):
     """log softmax of each row at its target.   logits: [L, V]; targets: i32 [L] -> [L]. For scoring texts."""
 
@@ -271,6 +322,19 @@ def sample(g: Graph, logits: Value, *, domain: int, op: Sample | None = None, mo
     )
     token, logprob, top = g.add(op or Sample(domain), logits, step["params"], counts, bias, mask, *more)
     g.outputs.update(token=token, logprob=logprob, top=top)
+
+
+def sample_ahead(g: Graph, logits: Value, *, domain: int) -> None:
+    """As `sample`, for rows of drafts, of which counts take note where they are kept (`count_kept`)."""
+    fields = tuple(g.step[name] for name in ["tokens", "row_seq", "row_start", "logit_rows"])
+    sample(g, logits, domain=domain, op=SampleAhead(domain), more=fields)
+
+
+def count_kept(g: Graph, counts: TensorType) -> None:
+    """Add to a graph over kept rows that `counts` take note of them."""
+    step = g.step
+    fields = (step["tokens"], step["row_seq"], step["count_mode"], step["seq_slot"], step["kv_len"])
+    g.add(CountTokens(), *fields, g.state("counts", counts))
 
 
 def score(g: Graph, logits: Value, *, domain: int) -> None:

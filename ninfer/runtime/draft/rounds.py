@@ -83,7 +83,7 @@ class Speculation:
         return [d for d in (self.copier, self.drafter) if d is not None]
 
     def admit(self, seq: Seq) -> None:
-        seq.drafting = seq.max_tokens > 2 and _can_draft(seq.request)
+        seq.drafting = seq.max_tokens > 2 and not (self.rejects and _has_penalties(seq.request))
         if seq.drafting:
             for drafter in self._drafters:
                 drafter.begin(seq.slot, seq.request.prompt_ids)
@@ -216,10 +216,10 @@ class Speculation:
         return DraftStats(accepted_at=tuple(self._at), **self._count)
 
 
-def _can_draft(request: GenerateRequest) -> bool:
-    """Penalties depend on the tokens before a draw, and the counts of a slot know those before the round only."""
+def _has_penalties(request: GenerateRequest) -> bool:
+    """Rejection reads the counts of a slot, which know the tokens before the round only."""
     switch = request.switch
-    return not (request.sampling.has_penalties or (switch is not None and switch.sampling.has_penalties))
+    return request.sampling.has_penalties or (switch is not None and switch.sampling.has_penalties)
 
 
 def _limit(seq: Seq, most: int) -> int:

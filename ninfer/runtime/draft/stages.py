@@ -13,6 +13,7 @@ from ninfer.devices.base import Executable
 from ninfer.devices.plan import Plan
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
+from ninfer.ir.ops.sample import count_kept
 from ninfer.ir.types import Env
 from ninfer.models import dflash
 from ninfer.models.dflash import DFlashSpec
@@ -144,6 +145,8 @@ def plan_rounds(
     )
     modes = ["verify", "fold", *(kind.modes if kind is not None else ())]
     graphs = {mode: build(mode, rounds) for mode in modes}
+    if not rounds.candidates:  # else nobody with penalties is drafted for
+        count_kept(graphs["fold"], graphs["verify"].states["counts"].type)
     if not all(f"tap.{layer}" in graphs["verify"].states for layer in taps):
         raise UsageError(
             f"--spec {config.spec}: this model's family does not show its layers to a drafter; use --spec ngram"
