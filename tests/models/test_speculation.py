@@ -111,7 +111,7 @@ def test_more_slots_than_drafted_rows_and_long_prompts(plain: Plain) -> None:
 @pytest.mark.parametrize("changes", [{}, {"ngram_draft_tokens": 0}, {"spec": "ngram"}], ids=str)
 def test_penalties_count_along_the_drafts(plain: Plain, changes: dict[str, Any]) -> None:
     """Copies and one graph after another, rounds in one plan, copies alone; beside requests without penalties."""
-    penalties: list[dict[str, float]] = [
+    penalties: list[dict[str, Any]] = [
         {"repetition_penalty": 1.02},
         {"presence_penalty": 0.4, "frequency_penalty": 0.02},
         {},
