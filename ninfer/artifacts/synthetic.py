@@ -56,6 +56,7 @@ def _qwen3_5(
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
         "full_attention_interval": 4,
+        "mtp_num_hidden_layers": 1,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e7,
@@ -155,10 +156,8 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of a checkpoint of this config."""
     if config["model_type"] == "gemma4_text":
         return _gemma4_shapes(config)
-    h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    h = config["hidden_size"]
     qwen = config["model_type"].startswith("qwen3_5")
-    d = config.get("head_dim", h // heads)
-    q, kv = heads * d, config["num_key_value_heads"] * d
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], h),
         "model.norm.weight": (h,),
@@ -167,13 +166,7 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config["vocab_size"], h)
     for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        shapes |= {f"{p}input_layernorm.weight": (h,), f"{p}post_attention_layernorm.weight": (h,)}
-        if "num_experts" in config:
-            shapes |= _expert_shapes(f"{p}mlp.experts.", config["num_experts"], config["moe_intermediate_size"], h)
-            shapes |= _mlp_shapes(f"{p}mlp.shared_expert.", config["shared_expert_intermediate_size"], h)
-            shapes |= {f"{p}mlp.gate.weight": (config["num_experts"], h), f"{p}mlp.shared_expert_gate.weight": (1, h)}
-        else:
-            shapes |= _mlp_shapes(f"{p}mlp.", inner, h)
+        shapes |= _block_shapes(config, p)
         if qwen and (i + 1) % config["full_attention_interval"]:
             hv, dv = config["linear_num_value_heads"], config["linear_value_head_dim"]
             channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + hv * dv
@@ -190,11 +183,37 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                 f"{a}out_proj.weight": (h, hv * dv),
             }
             continue
-        a = f"{p}self_attn."
-        shapes |= {f"{a}q_proj.weight": (2 * q if qwen else q, h), f"{a}k_proj.weight": (kv, h)}
-        shapes |= {f"{a}v_proj.weight": (kv, h), f"{a}o_proj.weight": (h, q)}
-        if qwen:
-            shapes |= {f"{a}q_norm.weight": (d,), f"{a}k_norm.weight": (d,)}
+        shapes |= _attention_shapes(config, f"{p}self_attn.")
+    if config.get("mtp_num_hidden_layers"):
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        shapes |= {"mtp.fc.weight": (h, 2 * h), **{f"mtp.{n}.weight": (h,) for n in norms}}
+        shapes |= _block_shapes(config, "mtp.layers.0.") | _attention_shapes(config, "mtp.layers.0.self_attn.")
+    return shapes
+
+
+def _block_shapes(config: Mapping[str, Any], p: str) -> dict[str, tuple[int, ...]]:
+    """A layer without its mixer."""
+    h = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{p}input_layernorm.weight": (h,),
+        f"{p}post_attention_layernorm.weight": (h,),
+    }
+    if "num_experts" not in config:
+        return shapes | _mlp_shapes(f"{p}mlp.", config["intermediate_size"], h)
+    shapes |= _expert_shapes(f"{p}mlp.experts.", config["num_experts"], config["moe_intermediate_size"], h)
+    shapes |= _mlp_shapes(f"{p}mlp.shared_expert.", config["shared_expert_intermediate_size"], h)
+    return shapes | {f"{p}mlp.gate.weight": (config["num_experts"], h), f"{p}mlp.shared_expert_gate.weight": (1, h)}
+
+
+def _attention_shapes(config: Mapping[str, Any], a: str) -> dict[str, tuple[int, ...]]:
+    h, heads = config["hidden_size"], config["num_attention_heads"]
+    qwen = config["model_type"].startswith("qwen3_5")
+    d = config.get("head_dim", h // heads)
+    q, kv = heads * d, config["num_key_value_heads"] * d
+    shapes: dict[str, tuple[int, ...]] = {f"{a}q_proj.weight": (2 * q if qwen else q, h), f"{a}k_proj.weight": (kv, h)}
+    shapes |= {f"{a}v_proj.weight": (kv, h), f"{a}o_proj.weight": (h, q)}
+    if qwen:
+        shapes |= {f"{a}q_norm.weight": (d,), f"{a}k_norm.weight": (d,)}
     return shapes
 
 
@@ -260,7 +279,8 @@ class SyntheticArtifact(Artifact):
         self.path, self.display_name = Path(PREFIX + name), name
         self.config: Mapping[str, Any] = CONFIGS[name]
         if name in ROTATED:
-            self.config = {**self.config, **rotation_of(self.config, ROTATED[name])}
+            plain = {**self.config, "mtp_num_hidden_layers": 0}  # published ones have none
+            self.config = {**plain, **rotation_of(plain, ROTATED[name])}
         self.generation_config = {"eos_token_id": self.config["vocab_size"] - 1}
         self.tokenizer_source = byte_tokenizer(self.config["vocab_size"])
         self._seed = seed
