@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
 
 from ninfer.config import EngineConfig
@@ -21,14 +22,13 @@ from ninfer.runtime.load import load
 from ninfer.runtime.request import Sampling
 from tests.checkpoints import TINY_GGUF, tiny_cases
 
-pytestmark = pytest.mark.gpu
-
-GREEDY = Draw(sampling=Sampling(temperature=0.0), seed=1, logprobs=2)
-NEAR_TIE = 0.1  # of log-probabilities: what 8-bit activations may turn
+GREEDY = Draw(sampling=Sampling(temperature=0.0), seed=1, logprobs=8)
 
 
-def greedy(device: str, chunk: int, count: int = 24) -> list[list[Drawn]]:
-    """Eight prompts in chunks, then decoded together; one of them alone for its last tokens."""
+def greedy(
+    device: str, chunk: int, forced: Sequence[Sequence[Drawn]] | None = None, count: int = 24
+) -> list[list[Drawn]]:
+    """Eight prompts in chunks, then decoded together; one of them alone for its last tokens.   forced: ids to take."""
     config = EngineConfig(model=str(TINY_GGUF), device=device, max_concurrency=8, prefill_chunk=chunk, max_context=512)
     runner = load(config).runner
     pages, found = runner.limits.max_pages, list[list[Drawn]]()
@@ -48,7 +48,7 @@ def greedy(device: str, chunk: int, count: int = 24) -> list[list[Drawn]]:
             SeqRows(
                 slot=s,
                 kv_len=len(c["prompt_ids"]) + i,
-                tokens=(found[s][-1].token,),
+                tokens=((forced or found)[s][i].token,),
                 generated=True,
                 draw=GREEDY,
             )
@@ -61,15 +61,35 @@ def greedy(device: str, chunk: int, count: int = 24) -> list[list[Drawn]]:
     return found
 
 
+def lead(drawn: Drawn, first: int, second: int) -> float:
+    """By how much one id's log-probability leads another's; NaN where one is not among the likeliest."""
+    assert drawn.top is not None
+    of = dict(drawn.top)
+    return of.get(first, float("nan")) - of.get(second, float("nan"))
+
+
 @pytest.mark.parametrize("chunk", [16, 512])
-def test_greedy_ids_are_those_of_the_processor(chunk: int) -> None:
-    for ours, theirs in zip(greedy("cuda", chunk), greedy("cpu", chunk), strict=True):
-        for mine, exact in zip(ours, theirs, strict=True):
-            if mine.token != exact.token:
-                assert exact.top is not None
-                (_, best), (second, other) = exact.top
-                assert mine.token == second and best - other < NEAR_TIE, (mine, exact)
-                break
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cuda-sim", marks=pytest.mark.slow)]
+)
+def test_greedy_ids_are_those_of_the_processor(device: str, chunk: int) -> None:
+    """Over the processor's ids, so that one turned tie does not decide all that follows.
+
+    8-bit activations move the lead of the likeliest id over the next by 0.08 nats here, by 0.27 in one step of twenty
+    and by 0.8 at most, whatever the kernel (two generations of them, 132 simulated multiprocessors); a wrong kernel
+    moves it by several.
+    """
+    count = 24 if device == "cuda" else 4
+    exact = greedy("cpu", chunk, count=count)
+    ours, moved = greedy(device, chunk, exact, count), list[float]()
+    for theirs, mine in zip((d for row in exact for d in row), (d for row in ours for d in row), strict=True):
+        assert theirs.top is not None
+        (best, _), (second, _) = theirs.top[:2]
+        by = lead(theirs, best, second)
+        moved.append(abs(by - lead(mine, best, second)))
+        assert mine.token == theirs.token or by < 1.0, (mine, theirs)
+    assert np.isfinite(moved).mean() > 0.95
+    assert np.nanmean(moved) < 0.2
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +120,7 @@ def ask(url: str, text: str) -> str:
     return str(reply.json()["choices"][0]["message"]["content"])
 
 
+@pytest.mark.gpu
 def test_eight_concurrent_requests_are_answered_as_alone(server: str) -> None:
     texts = ["Hello!", "Count from 3 to 9.", "What is 2 + 2?", "Give me JSON."] * 2
     alone = [ask(server, t) for t in texts[:4]] * 2
@@ -107,6 +128,7 @@ def test_eight_concurrent_requests_are_answered_as_alone(server: str) -> None:
         assert list(pool.map(lambda t: ask(server, t), texts)) == alone
 
 
+@pytest.mark.gpu
 def test_a_closed_stream_frees_its_slot(server: str) -> None:
     body = {"prompt": "Count", "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"{server}/v1/completions", json=body, timeout=60) as reply:
@@ -119,6 +141,7 @@ def test_a_closed_stream_frees_its_slot(server: str) -> None:
     raise AssertionError(json.dumps(httpx.get(f"{server}/slots").json()))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_drafts_leave_the_text_as_it_is(drafter: str) -> None:
     prompt = "Count from 3 to 19."
