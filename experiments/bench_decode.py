@@ -36,6 +36,7 @@ from ninfer.ir.rewrites import fuse
 from ninfer.ir.types import Env, Types
 from ninfer.models import identify
 from ninfer.routes.cuda import cuda_routes
+from ninfer.routes.digest import fresh
 from ninfer.routes.lower import Lowering
 from ninfer.routes.profile import load_profile
 from ninfer.routes.render import Renderer
@@ -166,7 +167,9 @@ def main() -> None:
     print(f"{device.info.name}: read {read / 1e12:.2f} TB/s;  {args.model}: {spec.summary}, {artifact.summary()}")
     graph = family.build(spec, artifact.info, kv=kv_by_name(args.kv_dtype), mode="sample")
     registry = RouteRegistry(cuda_routes(device.info.units))
-    selector = Selector(registry, device.info, load_profile(device.info, args.profile))
+    selector = Selector(
+        registry, device.info, load_profile(device.info, args.profile, check=lambda p: fresh(p, registry.routes)[0])
+    )
     lowering = Lowering(selector, Renderer(device.info))
     weights, points = weights_of(graph, artifact), list[dict[str, Any]]()
     for batch in args.batch:

@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompt", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--prefill-chunk", type=int, default=2048)
+    parser.add_argument("--prefill-activations", choices=("16bit", "8bit"), default="16bit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches of a full chunk")
@@ -86,6 +87,7 @@ def main() -> None:
     config = EngineConfig(
         model=args.model, format=args.format, device=args.device, max_concurrency=1,
         prefill_chunk=args.prefill_chunk, max_context=max(args.prompt) + 64, device_profile_path=args.profile,
+        prefill_activations=args.prefill_activations,
     )  # fmt: skip
     values = matrix_values(config)
     loaded = load(config, lambda label, text: print(f"{label:9} {text}", flush=True))
@@ -102,6 +104,7 @@ def main() -> None:
         seconds = statistics.median(times)
         point = {
             "model": args.model, "format": args.format, "prompt": length, "chunk": args.prefill_chunk,
+            "activations": args.prefill_activations,
             "tok_per_s": round(length / seconds, 1), "spread": round((max(times) - min(times)) / seconds, 3),
             "t_per_s": round(2 * values * length / seconds / 1e12, 2),
             "gemm_t_per_s": None if rate is None else round(rate / 1e12, 1),

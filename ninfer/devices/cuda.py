@@ -34,6 +34,13 @@ ALIGN = 256
 STAGE_BYTES = 64 << 20
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 
+# By library routine: the operands' type, the arithmetic (68: 32-bit floats, 72: 32-bit integers), that of its factors.
+GEMMS: Mapping[str, tuple[int, int, type[np.generic]]] = {
+    "gemm_bf16": (14, 68, np.float32),
+    "gemm_f16": (2, 68, np.float32),
+    "gemm_s8": (3, 72, np.int32),
+}
+
 # By format: bytes as stored and shape -> bytes as kernels read them.
 Layout = Callable[[QuantFormat], Callable[[U8Array, Sequence[int]], U8Array]]
 Weight = Array | Synthetic
@@ -417,26 +424,28 @@ class CudaDevice:
         return call
 
     def library(self, launch: Launch, pointers: Sequence[int], header: NDArray[Any]) -> Callable[[], None]:
-        """gemm_bf16, gemm_f16: c[rows, n] = a[rows, k] b[n, k]^T.
+        """gemm_bf16, gemm_f16, gemm_s8: c[rows, n] = a[rows, k] b[n, k]^T; of int8 in int32, exactly.
 
-        Operands by argument index (the header is none) and byte offset; rows_field: the header's count of rows.
+        Operands by argument index (the header is none) and byte offset; rows_field: the header's count of rows;
+        rows_pad: what the count is raised to a multiple of.
         """
         assert launch.library is not None
         name, p = launch.library
-        if name not in ("gemm_bf16", "gemm_f16"):
+        if name not in GEMMS:
             raise DeviceError(f"{launch.op.key}: this device has no library routine {name}")
         blas = self._cublas()
         n, k, count = int(p["n"]), int(p["k"]), str(p.get("rows_field", "rows"))
         a, b, c = (pointers[1 + int(p[x])] + int(p.get(f"{x}_offset", 0)) for x in "abc")
-        one, zero = np.ones((), np.float32), np.zeros((), np.float32)
-        kind = 14 if name == "gemm_bf16" else 2  # CUDA_R_16BF, CUDA_R_16F
-        out = {"f32": 0, "bf16": 14, "f16": 2}[str(p.get("out", "f32"))]
+        kind, arithmetic, scalar = GEMMS[name]
+        one, zero = np.ones((), scalar), np.zeros((), scalar)
+        out = 10 if name == "gemm_s8" else {"f32": 0, "bf16": 14, "f16": 2}[str(p.get("out", "f32"))]  # 10: int32
+        pad = int(p.get("rows_pad", 1))
 
         def call() -> None:
             blas.gemmEx(
-                self._blas, 1, 0, n, int(header[count]), k, one.ctypes.data, b, kind, k, a, kind, k,
-                zero.ctypes.data, c, out, int(p.get("ldc", n)), 68, -1,
-            )  # fmt: skip  # 68: 32-bit float arithmetic
+                self._blas, 1, 0, n, _align(int(header[count]), pad), k, one.ctypes.data, b, kind, k, a, kind, k,
+                zero.ctypes.data, c, out, int(p.get("ldc", n)), arithmetic, -1,
+            )  # fmt: skip
 
         return call
 

@@ -160,7 +160,21 @@ class SimExecutable:
             case Place.CONST:
                 return self._on_device[ref.name]
 
+    def _gemm_s8(self, launch: Launch, p: Mapping[str, Any]) -> None:
+        """What devices/cuda.py has a library do, by numpy: sums below 2**53 are exact in float64."""
+        rows, n, k = int(self.header[str(p["rows_field"])]), int(p["n"]), int(p["k"])
+
+        def operand(name: str, count: int, dtype: type[np.generic]) -> NDArray[Any]:
+            flat = self._array(launch.args[int(p[name])]).reshape(-1).view(np.uint8)[int(p[f"{name}_offset"]) :]
+            return flat[: count * np.dtype(dtype).itemsize].view(dtype)
+
+        a, b = (operand(x, r * k, np.int8).reshape(r, k).astype(np.float64) for x, r in (("a", rows), ("b", n)))
+        operand("c", rows * n, np.int32)[:] = (a @ b.T).reshape(-1)
+
     def _run(self, launch: Launch) -> None:
+        if launch.library is not None and launch.library[0] == "gemm_s8":
+            self._gemm_s8(launch, launch.library[1])
+            return
         if launch.source is None:
             what = launch.library[0] if launch.library else "the op's reference"
             raise DeviceError(f"{launch.op.key}: the simulation cannot run {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ninfer.routes import (
@@ -9,6 +10,7 @@ from ninfer.routes import (
     elementwise_cuda,
     embed_cuda,
     experts_cuda,
+    gemm8_cuda,
     journal_cuda,
     linear_cuda,
     norm_cuda,
@@ -20,9 +22,10 @@ from ninfer.routes import (
 from ninfer.routes.route import Route
 
 
-def cuda_routes(units: int) -> tuple[Route[Any], ...]:
-    """For a GPU of so many multiprocessors."""
+def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any], ...]:
+    """For a GPU of so many multiprocessors.   opted: classes of accuracy that were asked for (Route.opt_in)."""
     return (
+        *(r for r in gemm8_cuda.ROUTES if r.opt_in in opted),
         *linear_cuda.routes(units),
         *norm_cuda.ROUTES,
         *rotated_cuda.ROUTES,

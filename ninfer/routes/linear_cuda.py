@@ -207,11 +207,11 @@ def _bodies(
             groups.setdefault(t.fmt, []).append((i, t))
     bodies = []
     outputs = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}
-    starts = {i: sum(_height(t) for _, t in o.weights[:j]) for j, (i, _) in enumerate(o.weights)}
+    starts = {i: sum(height(t) for _, t in o.weights[:j]) for j, (i, _) in enumerate(o.weights)}
     for fmt, members in groups.items():
         weights, tiles = [], 0
         for i, t in members:
-            n = _height(t)
+            n = height(t)
             weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, starts[i], fmt))
             tiles += -(-n // TILE_ROWS)
         unit = (o.quant // 8 if o.quant else 2) if o.swiglu else o.weigh // 16 if o.weigh else 1
@@ -232,6 +232,11 @@ def _bodies(
     return _share(bodies, blocks, split)
 
 
+def bodies_of(o: Operands) -> tuple[Body, ...]:
+    """The formats of an op's matrices, for kernels that deal out their blocks themselves."""
+    return _bodies(o, 1, 1, 1, SLICE)
+
+
 def _riders(o: Operands, plain: Sequence[int], warps: int, blocks: int) -> Riders | None:
     """The plain matrices, where they are few rows beside tiled ones, given codes, and only stored."""
     formats = {i: t.fmt for i, t in o.weights if t.fmt is not None}
@@ -244,8 +249,8 @@ def _riders(o: Operands, plain: Sequence[int], warps: int, blocks: int) -> Rider
     outputs, weights, n = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}, list[Weight](), 0
     for i, t in o.weights:
         if i in plain:
-            weights.append(Weight(f"a{i}", outputs[i], _height(t), 0, n, formats[i]))
-            n += _height(t)
+            weights.append(Weight(f"a{i}", outputs[i], height(t), 0, n, formats[i]))
+            n += height(t)
     chunks = -(-o.k // tile)
     pieces, most = -(-(-(-chunks // warps) * tile) // 512), -(-n // blocks)
     if most * pieces * dtype.nbytes > 8:
@@ -254,7 +259,7 @@ def _riders(o: Operands, plain: Sequence[int], warps: int, blocks: int) -> Rider
     return Riders(tuple(weights), n, dtype.name, dtype.nbytes, most, pieces, comment)
 
 
-def _height(t: TensorType) -> int:
+def height(t: TensorType) -> int:
     n = t.shape[0]
     assert isinstance(n, int)
     return n
@@ -298,7 +303,7 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
 
 def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict[str, Any]:
     o = operands(op, types)
-    rows = _rows(o, env)
+    rows = rows_of(o, env)
     nt = -(-rows // 8)
     warps = tuning["warps"]
     ga = o.packed or tuning.get("group", 64)
@@ -378,7 +383,7 @@ def _cuts(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
     return sum(b.left * b.parts * b.unit_tiles * TILE_ROWS * c["T"] * 4 for b in c["bodies"])
 
 
-def _rows(o: Operands, env: Env) -> int:
+def rows_of(o: Operands, env: Env) -> int:
     first = o.x.shape[0]
     return first if isinstance(first, int) else env[first]
 
@@ -401,7 +406,7 @@ def _names(o: Operands, types: Types) -> str:
 
 def exact(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     o = operands(op, types)
-    rows, warps = _rows(o, env), tuning["warps"]
+    rows, warps = rows_of(o, env), tuning["warps"]
     bodies, at = [], 0
     for b in _bodies(o, warps, 1, 1, SLICE):
         n = b.tiles // (2 if o.swiglu else 1)
@@ -461,19 +466,19 @@ def gemm(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     tuning of our own product, which needs no unpacked weights: warps (of 32 weight rows), columns (rows of x).
     """
     o = operands(op, types)
-    rows, total = _rows(o, env), sum(_height(t) for _, t in o.weights)
+    rows, total = rows_of(o, env), sum(height(t) for _, t in o.weights)
     single = o.weights[0][1].fmt
     stored = len(o.weights) == 1 and single is not None and single.name == "bf16"
     direct = len(o.weights) == 1 and o.residual is None and not o.swiglu
     x_at = 0 if stored or "warps" in tuning else align_up(2 * total * o.k, 256)
     product_at = x_at + align_up(2 * rows * o.k, 256)
     end = product_at + (0 if direct else align_up(2 * rows * total, 256))
-    bodies = _bodies(o, 1, 1, 1, SLICE)
+    bodies = bodies_of(o)
     items = sum(-(-w.n // TILE_ROWS) * (b.chunks if b.tiling else -(-o.k // 256)) for b in bodies for w in b.weights)
     first = o.x.shape[0]
     workspace = _num_inputs(o) + (4 if o.weigh else 2 if o.quant else 1 if o.swiglu else len(o.weights))
     return {
-        "T": rows, "K": o.k, "N": _height(o.weights[0][1]), "NS": total, "bodies": bodies, "items": items,
+        "T": rows, "K": o.k, "N": height(o.weights[0][1]), "NS": total, "bodies": bodies, "items": items,
         "at": GemmPlaces(0, x_at, product_at, end), "packed": o.packed, "x": "a0", "x_scale": "a1",
         "x_codes": align_up(o.k, o.packed or 1), "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
         "offset": o.offset, "swiglu": o.swiglu, "quant": o.quant, **_weighing(o),
@@ -483,7 +488,7 @@ def gemm(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
         "c": _num_inputs(o) if direct else workspace, "c_offset": 0 if direct else product_at,
         "out": "f32" if direct else "bf16",
         "rows_field": "logit_rows" if first is L else "seqs" if first is B else "rows",
-        "direct": direct, "stored": stored, "KS": -(-o.k // SLICE),
+        "direct": direct, "stored": stored, "int8": False, "KS": -(-o.k // SLICE),
     }  # fmt: skip
 
 
@@ -495,16 +500,16 @@ def _convert_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometr
     return Geometry((gemm(op, types, env, tuning)["T"], 1, 1), 256)
 
 
-def _finish_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def finish_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
     c = gemm(op, types, env, tuning)
     return Geometry((-(-(c["N"] if c["swiglu"] else c["NS"]) // 1024), c["T"], 1), 256)
 
 
 def _mma_geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
     o, step = operands(op, types), 32 * tuning["warps"]
-    blocks = sum(-(-_height(t) // step) for _, t in o.weights)
+    blocks = sum(-(-height(t) // step) for _, t in o.weights)
     slabs = 3 * tuning["columns"] * 160
-    return Geometry((blocks, -(-_rows(o, env) // tuning["columns"]), 1), step, slabs)
+    return Geometry((blocks, -(-rows_of(o, env) // tuning["columns"]), 1), step, slabs)
 
 
 def _gemm_workspace(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
@@ -521,8 +526,8 @@ def _wide_loads(op: Op, types: Types) -> str | None:
     if o.k % 8:
         return f"rows of {o.k} values do not begin at multiples of 16 bytes"
     group = o.quant or o.weigh
-    if group and (_height(o.weights[0][1]) % group or group not in (32, 64, 128)):
-        return f"{_height(o.weights[0][1])} outputs are not whole groups of {group}"
+    if group and (height(o.weights[0][1]) % group or group not in (32, 64, 128)):
+        return f"{height(o.weights[0][1])} outputs are not whole groups of {group}"
     return None
 
 
@@ -563,7 +568,7 @@ def _with_finish(direct: bool, stored: bool) -> Callable[[Op, Types], str | None
         if reason is not None:
             return reason
         c = gemm(op, types, Env(1, 1, 1), {})
-        if not direct and any(_height(t) % 4 for _, t in operands(op, types).weights):
+        if not direct and any(height(t) % 4 for _, t in operands(op, types).weights):
             return "needs numbers of outputs that are multiples of 4"
         return None if (c["direct"], c["stored"]) == (direct, stored) else "is for other operands"
 
@@ -590,7 +595,7 @@ def _stream_route(
 def _gemm_route(op: type[Op], direct: bool, stored: bool) -> Route[Any]:
     product = Stage[Op](library="gemm_bf16")
     convert = Stage[Op](template="cuda/gemm_convert.cu.j2", geometry=_convert_geometry)
-    finish = Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=_finish_geometry)
+    finish = Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=finish_geometry)
     first = (
         ("cuda/gemm_convert.cu.j2", _convert_geometry)
         if stored
@@ -608,7 +613,7 @@ def _gemm_route(op: type[Op], direct: bool, stored: bool) -> Route[Any]:
 def _mma_route(op: type[Op], direct: bool) -> Route[Any]:
     then = [Stage[Op](template="cuda/gemm_mma.cu.j2", geometry=_mma_geometry)]
     if not direct:
-        then.append(Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=_finish_geometry))
+        then.append(Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=finish_geometry))
 
     def refuse(op: Op, types: Types) -> str | None:
         reasons = [_with_finish(direct, stored)(op, types) for stored in (False, True)]

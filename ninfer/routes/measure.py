@@ -9,7 +9,6 @@ choice, twice, the second time interleaved.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ninfer.devices.base import DeviceInfo, Memory
 from ninfer.devices.plan import BufferRef, Place, Plan
 from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.types import Array, Env, TensorType, f32_array
+from ninfer.routes.digest import stamped
 from ninfer.routes.lower import PLACES, Arena, Lowering
 from ninfer.routes.profile import Bands, DeviceProfile, op_key
 from ninfer.routes.route import Candidate, width_of
@@ -140,14 +140,12 @@ def calibrate(
     bench.compile([plan for job in jobs.values() for plan in job.plans])
     timings: list[Timing] = []
     routes: dict[str, list[tuple[int, str]]] = {}
-    digests: dict[str, str] = {}
     for i, (key, width) in enumerate(sorted(jobs)):
         progress(i, len(jobs), f"{key} at {width}")
         found = list(_measure(bench, jobs[key, width], fill, repeat))
         timings += [t for t, _ in found]
         best = _winner(found, repeat)
         routes.setdefault(key, []).append((width, best or ""))
-        digests[key] = hashlib.sha256("".join(t.candidate for t, _ in found).encode()).hexdigest()[:16]
     progress(len(jobs), len(jobs), "")
     measured: dict[str, dict[str, dict[str, float]]] = {}
     for t in timings:
@@ -156,11 +154,11 @@ def calibrate(
     profile = DeviceProfile(
         info.hardware_class,
         {key: _bands(points) for key, points in routes.items() if any(name for _, name in points)},
-        digests,
+        {},
         measured,
         {"name": info.name, "units": info.units, "date": datetime.date.today().isoformat()},
     )
-    return Calibration(profile, tuple(timings))
+    return Calibration(stamped(profile, lowering.selector.registry.routes), tuple(timings))
 
 
 @frozen

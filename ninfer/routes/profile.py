@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,12 @@ def op_key(op: Op, types: Types) -> str:
 
 @frozen
 class DeviceProfile:
-    """routes: bands by op key; digests: of the candidates' sources when they were measured; measured: microseconds
-    by key, width and candidate."""
+    """routes: bands by op key; digests: of each band's kernels when they were measured (routes/digest.py); measured:
+    microseconds by key, width and candidate, the default first."""
 
     hardware_class: str
     routes: Mapping[str, Bands] = field(factory=dict)
-    digests: Mapping[str, str] = field(factory=dict)
+    digests: Mapping[str, Sequence[str]] = field(factory=dict)
     measured: Mapping[str, Mapping[str, Mapping[str, float]]] = field(factory=dict)
     device: Mapping[str, Any] = field(factory=dict)  # units, driver, date, ceilings
 
@@ -54,14 +54,18 @@ class DeviceProfile:
                 return candidate or None
         return None
 
+    def has_measured(self, key: str, candidate: str) -> bool:
+        """Whether the candidate took part when the key was measured, at any width."""
+        return any(candidate in times for times in self.measured.get(key, {}).values())
+
     def layered(self, over: DeviceProfile | None) -> DeviceProfile:
-        """This profile with the keys of another one on top."""
+        """This profile with the keys of another one on top; where it measured and chose nothing, nothing stays."""
         if over is None:
             return self
         return evolve(
             self,
-            routes={**self.routes, **over.routes},
-            digests={**self.digests, **over.digests},
+            routes={k: b for k, b in self.routes.items() if k not in over.measured} | dict(over.routes),
+            digests={k: d for k, d in self.digests.items() if k not in over.routes} | dict(over.digests),
             measured={**self.measured, **over.measured},
             device={**self.device, **over.device},
         )
@@ -74,7 +78,7 @@ class DeviceProfile:
                 "hardware_class": self.hardware_class,
                 "device": dict(self.device),
                 "routes": {k: [list(b) for b in bands] for k, bands in sorted(self.routes.items())},
-                "digests": dict(sorted(self.digests.items())),
+                "digests": {k: list(d) for k, d in sorted(self.digests.items())},
                 "measured": {k: {w: dict(c) for w, c in ws.items()} for k, ws in sorted(self.measured.items())},
             },
             indent=1,
@@ -91,7 +95,7 @@ class DeviceProfile:
             return DeviceProfile(
                 str(data["hardware_class"]),
                 routes,
-                dict(data.get("digests", {})),
+                {str(k): tuple(map(str, d)) for k, d in data.get("digests", {}).items() if isinstance(d, list)},
                 dict(data.get("measured", {})),
                 dict(data.get("device", {})),
             )
@@ -115,8 +119,13 @@ def user_path(info: DeviceInfo) -> Path:
     return cache_dir() / "profiles" / f"{info.hardware_class}.json"
 
 
-def load_profile(info: DeviceInfo, path: Path | None = None) -> DeviceProfile:
-    """The shipped profile of this hardware class, under the user's own, under `path`."""
+def load_profile(
+    info: DeviceInfo,
+    path: Path | None = None,
+    *,
+    check: Callable[[DeviceProfile], DeviceProfile] = lambda profile: profile,
+) -> DeviceProfile:
+    """The shipped profile of this hardware class, under the user's own, under `path`.   check: what is left of each."""
     profile = DeviceProfile(info.hardware_class)
     for candidate in (SHIPPED / f"{info.hardware_class}.json", user_path(info), path):
         if candidate is not None and (candidate == path or candidate.exists()):
@@ -124,7 +133,7 @@ def load_profile(info: DeviceInfo, path: Path | None = None) -> DeviceProfile:
                 text = candidate.read_text()
             except OSError as error:
                 raise UsageError(f"cannot read device profile {candidate}: {error.strerror}") from None
-            profile = profile.layered(DeviceProfile.from_json(text, str(candidate)))
+            profile = profile.layered(check(DeviceProfile.from_json(text, str(candidate))))
     return profile
 
 

@@ -63,7 +63,8 @@ class Route(Generic[O]):
 
     Shapes, attributes and tuning are rendered into the source; the step's real counts are read from the header.
     numerics: equal tags promise bit-equal rows at every width. rtol: the tolerance of routes that quantise
-    activations (relative L2 of a result), else the case's own holds.
+    activations (relative L2 of a result), else the case's own holds. opt_in: a class of accuracy that someone must
+    have asked for before the route is offered.
     """
 
     name: str  # "linear.cpu.f32"
@@ -81,6 +82,7 @@ class Route(Generic[O]):
     context: Callable[[O, Types, Env, Tuning], Mapping[str, Any]] = _no_context  # extra template variables
     numerics: str = ""
     rtol: float | None = None
+    opt_in: str = ""
     sim: bool = True  # the host shim can run it (CUDA)
 
     def refusal(self, op: O, types: Types, env: Env, device: DeviceInfo) -> str | None:

@@ -32,6 +32,8 @@ class Selector:
             candidates = self._of_one_tag(op, types, env, candidates)
         key = op_key(op, types)
         wanted = self.profile.lookup(key, width_of(types, env))
+        if candidates[0].route.opt_in and not self.profile.has_measured(key, candidates[0].id):
+            wanted = None  # a choice among others, made without what was asked for
         chosen = next((c for c in candidates if c.id == wanted), candidates[0])
         self.used[key, width_of(types, env)] = chosen.id
         return chosen

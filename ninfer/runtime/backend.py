@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from ninfer.ir.rewrites import fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, TensorType, Types
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
+from ninfer.routes.digest import fresh
+from ninfer.routes.gemm8_cuda import PREFILL_8BIT
 from ninfer.routes.lower import Lowering
 from ninfer.routes.measure import Bench
 from ninfer.routes.profile import DeviceProfile, cache_dir, load_profile
@@ -97,10 +100,24 @@ class Backend:
         """Routes in default order, with what the device's profile measured on top."""
         profile = DeviceProfile(self.info.hardware_class)
         if config.device_profile != "off":
-            profile = load_profile(self.info, config.device_profile_path)
+            profile, stale = self.profile(config.device_profile_path)
+            bands = [winner for found in profile.routes.values() for _, winner in found if winner]
             if profile.routes:
-                report("profile", f"{profile.hardware_class}  {len(profile.routes)} ops with a measured choice")
+                more = f", {stale} stale (run ninfer-calibrate to measure them)" if stale else ""
+                report("profile", f"{profile.hardware_class}  {len(bands)} of {len(bands) + stale} bands used{more}")
         return Lowering(Selector(self.registry, self.info, profile, config.deterministic), Renderer(self.info))
+
+    def profile(self, path: Path | None = None) -> tuple[DeviceProfile, int]:
+        """What was measured of the kernels as they are, and the number of bands that are of others."""
+        stale = 0
+
+        def check(found: DeviceProfile) -> DeviceProfile:
+            nonlocal stale
+            kept, gone = fresh(found, self.registry.routes)
+            stale += gone
+            return kept
+
+        return load_profile(self.info, path, check=check), stale
 
     def bench(
         self,
@@ -119,13 +136,21 @@ class Backend:
 
 def open_backend(config: EngineConfig, report: Report, progress: Progress) -> Backend:
     """--device: auto takes a GPU where there is one.   Raises DeviceError."""
+    opted = (PREFILL_8BIT,) if config.prefill_activations == "8bit" else ()
+    if opted and config.deterministic:
+        raise UsageError(
+            "--prefill-activations 8bit is for wide chunks only, so --deterministic, which computes every width alike, "
+            "excludes it: leave one of them out"
+        )
     kind, _, index = config.device.partition(":")
     if kind == "auto":
         kind = "cuda" if _has_gpu() else "cpu"
+    if opted and kind not in ("cuda", "cuda-sim"):
+        raise UsageError(f"--prefill-activations 8bit is for GPUs, not --device {kind}: leave it out")
     if kind == "cuda":
-        backend = _cuda(int(index or 0), report, progress)
+        backend = _cuda(int(index or 0), opted, report, progress)
     elif kind == "cuda-sim":
-        backend = _simulated(report, progress)
+        backend = _simulated(opted, report, progress)
     else:
         backend = _cpu(config, report, progress)
     return evolve(backend, deterministic=config.deterministic)
@@ -153,7 +178,7 @@ def _cpu(config: EngineConfig, report: Report, progress: Progress) -> Backend:
     return Backend(device=device, registry=REGISTRY, free_bytes=free)
 
 
-def _cuda(index: int, report: Report, progress: Progress) -> Backend:
+def _cuda(index: int, opted: Collection[str], report: Report, progress: Progress) -> Backend:
     libs = libraries()
     info = cuda_info(libs, index)
     programs = CubinCache(cache_dir() / "programs", info.arch)
@@ -166,17 +191,18 @@ def _cuda(index: int, report: Report, progress: Progress) -> Backend:
     report(
         "device", f"{info.name}  {info.arch}  {info.units} units  {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     )
-    return Backend(device=device, registry=RouteRegistry(cuda_routes(info.units)), free_bytes=int(free) - (512 << 20))
+    registry = RouteRegistry(cuda_routes(info.units, opted=opted))
+    return Backend(device=device, registry=registry, free_bytes=int(free) - (512 << 20))
 
 
-def _simulated(report: Report, progress: Progress) -> Backend:
+def _simulated(opted: Collection[str], report: Report, progress: Progress) -> Backend:
     compiler = find_compiler()
     if compiler is None:
         raise DeviceError("--device cuda-sim needs a C++ compiler: install g++ or clang++, or pip install ziglang")
     info = sim_info()
     report("device", f"{info.name}  CUDA kernels on the processor, to test them: slow")
     programs = SimPrograms(compiler, cache_dir() / "programs", cpu_info().arch)
-    registry = RouteRegistry(cuda_routes(info.units))
+    registry = RouteRegistry(cuda_routes(info.units, opted=opted))
     return Backend(device=SimDevice(programs, device_layout), registry=registry, free_bytes=host_available_bytes())
 
 

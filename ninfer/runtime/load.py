@@ -28,7 +28,7 @@ from ninfer.models import dflash, identify
 from ninfer.models.dflash import DFlashSpec
 from ninfer.models.family import Family, ModelSpec, Rounds
 from ninfer.routes.measure import Calibration, calibrate
-from ninfer.routes.profile import cache_dir, load_profile, save_profile, user_path
+from ninfer.routes.profile import cache_dir, save_profile, user_path
 from ninfer.runtime.backend import Backend, Progress, Report, open_backend
 from ninfer.runtime.batch import Draw, Limits, ModelRunner, SeqRows
 from ninfer.runtime.draft.rounds import Speculation
@@ -159,7 +159,7 @@ def load(
     device = backend.device
     if config.device_profile == "calibrate":
         info, result = calibrate_model(config, progress=lambda done, total, what: progress("calibrating", done, total))
-        save_profile(load_profile(info).layered(result.profile), user_path(info))
+        save_profile(backend.profile()[0].layered(result.profile), user_path(info))
     lowering = backend.lowering(config, report)
     rounds = plan_rounds(config, model.spec, model.graph, model.drafter)
     graph = model.graph("sample", None if rounds is None else rounds.rounds)
@@ -223,6 +223,7 @@ def _fingerprint(model: Model, config: EngineConfig) -> str:
         "files": stats,
         "kv": model.kv.name,
         "weights": (config.quantize, config.embedding_q4, config.lm_head_q6),
+        "prefill": config.prefill_activations,
         "spec": model.spec,
         "drafter": (config.spec, config.draft_model),
     }
