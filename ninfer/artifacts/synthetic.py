@@ -279,7 +279,7 @@ class SyntheticArtifact(Artifact):
         self.path, self.display_name = Path(PREFIX + name), name
         self.config: Mapping[str, Any] = CONFIGS[name]
         if name in ROTATED:
-            plain = {**self.config, "mtp_num_hidden_layers": 0}  # published ones have none
+            plain = {**self.config, "mtp_num_hidden_layers": 0}  # the signs are those of the layers
             self.config = {**plain, **rotation_of(plain, ROTATED[name])}
         self.generation_config = {"eos_token_id": self.config["vocab_size"] - 1}
         self.tokenizer_source = byte_tokenizer(self.config["vocab_size"])

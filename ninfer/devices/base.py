@@ -74,6 +74,16 @@ class Memory(Protocol):
     def read_state(self, name: str, index: Any) -> NDArray[Any]:
         """A host copy of states[name][index], after the last launch."""
 
+    def read_rows(self, names: Sequence[str], index: int) -> NDArray[np.uint8]:
+        """The bytes of states[name][index] side by side, as the last launch left them. On a GPU they lie in pinned
+        memory and may still be on their way, beside later launches: they are there after `settle`."""
+
+    def write_rows(self, names: Sequence[str], index: int, data: NDArray[np.uint8]) -> None:
+        """The other way round, ordered before the next launch. data must not change until `settle`."""
+
+    def settle(self) -> None:
+        """Wait for copies, and for nothing else."""
+
 
 class Executable(Protocol):
     """A plan bound to memory. `step` holds host arrays, one per step input, with the Env's full extents."""

@@ -101,6 +101,21 @@ class CpuMemory:
     def read_state(self, name: str, index: Any) -> NDArray[Any]:
         return np.array(self.states[name][index])
 
+    def read_rows(self, names: Sequence[str], index: int) -> NDArray[np.uint8]:
+        return np.concatenate([self._row(name, index) for name in names])
+
+    def write_rows(self, names: Sequence[str], index: int, data: NDArray[np.uint8]) -> None:
+        at = 0
+        for row in (self._row(name, index) for name in names):
+            row[:] = data[at : at + len(row)]
+            at += len(row)
+
+    def settle(self) -> None:
+        pass
+
+    def _row(self, name: str, index: int) -> NDArray[np.uint8]:
+        return self.states[name][index : index + 1].reshape(-1).view(np.uint8)
+
 
 @define
 class CpuDevice:

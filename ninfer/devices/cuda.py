@@ -32,6 +32,7 @@ from ninfer.ir.types import Array, Env, Sym, TensorType
 
 ALIGN = 256
 STAGE_BYTES = 64 << 20
+STAGED_BYTES = 8 << 20  # of a row that is copied on the device before it goes to the host
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 
 # By library routine: the operands' type, the arithmetic (68: 32-bit floats, 72: 32-bit integers), that of its factors.
@@ -138,10 +139,11 @@ def features_of(arch: str) -> frozenset[str]:
     return frozenset({"cuda", "dp4a", "mma", *names, arch.replace("_", "")})
 
 
-def _pinned(cupy: Any, nbytes: int) -> NDArray[np.uint8]:
+def _pinned(cupy: Any, nbytes: int, *, clear: bool = True) -> NDArray[np.uint8]:
     memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
     array: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, max(nbytes, 1))
-    array[:] = 0
+    if clear:
+        array[:] = 0
     return array
 
 
@@ -183,6 +185,7 @@ class CudaMemory:
     arena: int
     arena_bytes: int
     regions: list[Region]
+    copies: Copies | None = None  # made when the first row is copied
 
     def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
         self.device.enter()
@@ -201,9 +204,114 @@ class CudaMemory:
         array: NDArray[Any] = self.device.cupy.asnumpy(view, stream=self.device.stream)
         return array
 
+    def read_rows(self, names: Sequence[str], index: int) -> NDArray[np.uint8]:
+        """A small row is first copied on the device, so that the next launch may write to it at once; a large one
+        makes the next launch wait for the bus."""
+        rows, at = self._rows(names, index), 0
+        host = _pinned(self.device.cupy, sum(size for _, size in rows), clear=False)
+        copies = self._copies()
+        if host.nbytes <= STAGED_BYTES:
+            copies.read_staged(rows, host)
+            return host
+        copies.begin()
+        for pointer, size in rows:
+            copies.copy(host.ctypes.data + at, pointer, size, _TO_HOST)
+            at += size
+        copies.end(host)
+        return host
+
+    def write_rows(self, names: Sequence[str], index: int, data: NDArray[np.uint8]) -> None:
+        copies, at = self._copies(), 0
+        data = np.ascontiguousarray(data)
+        copies.begin()
+        for pointer, size in self._rows(names, index):
+            copies.copy(pointer, data.ctypes.data + at, size, _TO_DEVICE)
+            at += size
+        copies.end(data)
+
+    def settle(self) -> None:
+        if self.copies is not None:
+            self.copies.settle()
+
+    def _rows(self, names: Sequence[str], index: int) -> list[tuple[int, int]]:
+        """Address and bytes of each."""
+        found = []
+        for name in names:
+            array = self.states[name]
+            size = array.nbytes // array.shape[0]
+            found.append((int(array.data.ptr) + index * size, size))
+        return found
+
+    def _copies(self) -> Copies:
+        self.device.enter()
+        if self.copies is None:
+            self.copies = Copies(self.device.cupy, self.device.stream)
+            self.regions.append(self.copies.stage)
+        return self.copies
+
     def free(self) -> None:
+        self.settle()
         for region in self.regions:
             region.free()
+
+
+@define(eq=False)
+class Copies:
+    """Copies between host and device on a stream of their own. Each comes after what `main` has been given before, and
+    before what it is given next; but a staged read leaves `main` free at once."""
+
+    cupy: Any
+    main: Any
+    stream: Any = field(init=False)
+    stage: Region = field(init=False)  # half for each of two reads
+    _turn: int = 0
+    _emptied: list[Any] = field(init=False)  # when each half was copied out last
+    _pending: list[tuple[Any, NDArray[np.uint8]]] = field(factory=list)  # host memory that a copy reads or fills
+
+    def __attrs_post_init__(self) -> None:
+        self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.stage = Region(self.cupy, 2 * STAGED_BYTES)
+        self._emptied = [None, None]
+
+    def _event(self, stream: Any) -> Any:
+        event = self.cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def begin(self) -> None:
+        self.stream.wait_event(self._event(self.main))
+
+    def copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        self.cupy.cuda.runtime.memcpyAsync(to, source, nbytes, kind, self.stream.ptr)
+
+    def end(self, host: NDArray[np.uint8]) -> None:
+        """host: is kept until the copies are done."""
+        done = self._event(self.stream)
+        self.main.wait_event(done)
+        self._keep(done, host)
+
+    def read_staged(self, rows: Sequence[tuple[int, int]], host: NDArray[np.uint8]) -> None:
+        half = self.stage.pointer + self._turn * STAGED_BYTES
+        if self._emptied[self._turn] is not None:
+            self.main.wait_event(self._emptied[self._turn])
+        at = 0
+        for pointer, size in rows:
+            self.cupy.cuda.runtime.memcpyAsync(half + at, pointer, size, _ON_DEVICE, self.main.ptr)
+            at += size
+        self.begin()
+        self.copy(host.ctypes.data, half, at, _TO_HOST)
+        done = self._emptied[self._turn] = self._event(self.stream)
+        self._turn = 1 - self._turn
+        self._keep(done, host)
+
+    def _keep(self, done: Any, host: NDArray[np.uint8]) -> None:
+        self._pending = [(event, array) for event, array in self._pending if not event.done]
+        self._pending.append((done, host))
+
+    def settle(self) -> None:
+        if self._pending:
+            self.stream.synchronize()
+            self._pending.clear()
 
 
 @define(eq=False)

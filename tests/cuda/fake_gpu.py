@@ -47,6 +47,9 @@ class Stream:
         else:
             self.recording.append(action)
 
+    def wait_event(self, event: Any) -> None:
+        assert self.recording is None and event.recorded, "an event is waited for that nobody records"
+
     def use(self) -> Stream:
         return self
 
@@ -64,6 +67,21 @@ class Stream:
 
     def synchronize(self) -> None:
         assert self.recording is None, "a synchronising call inside a capture"
+
+
+class Event:
+    def __init__(self, **settings: Any) -> None:
+        self.recorded = False
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        pass
+
+    @property
+    def done(self) -> bool:
+        return self.recorded
 
 
 class FakeGpu:
@@ -98,7 +116,7 @@ class FakeGpu:
         cuda = SimpleNamespace(
             runtime=runtime,
             Stream=self.stream,
-            Event=lambda **kw: SimpleNamespace(record=lambda s: None, synchronize=lambda: None),
+            Event=Event,
             get_elapsed_time=lambda a, b: 1.0,
             UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, size=size),
             MemoryPointer=lambda memory, offset: memory,
@@ -119,8 +137,10 @@ class FakeGpu:
         return Libraries(cupy, driver)
 
     def stream(self, non_blocking: bool = False) -> Stream:
-        self.current = Stream()
-        return self.current
+        """The first is the one that captures; what others are given is done at once."""
+        made = Stream()
+        self.current = self.current or made
+        return made
 
     def do(self, action: Callable[[], None]) -> None:
         assert self.current is not None

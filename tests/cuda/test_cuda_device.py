@@ -88,6 +88,25 @@ def test_states_are_zero_and_can_be_written_and_read(sim_programs: SimPrograms) 
     assert e.memory.read_state("bias", 1)[7] == 7 and e.memory.read_state("bias", 0)[7] == 0
 
 
+def test_rows_of_states_go_to_host_memory_and_back(sim_programs: SimPrograms, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = executable(device(FakeGpu(), sim_programs), weights()).memory
+    names, dice = ("counts", "bias"), np.random.default_rng(3)
+    for staged in (True, False):
+        if not staged:
+            monkeypatch.setattr("ninfer.devices.cuda.STAGED_BYTES", 0)
+        counts, bias = dice.integers(0, 9, V).astype(np.int32), dice.standard_normal(V).astype(np.float32)
+        memory.write_state("counts", 1, counts)
+        memory.write_state("bias", 1, bias)
+        reads = [memory.read_rows(names, 1) for _ in range(3)]
+        memory.settle()
+        for raw in reads:
+            assert raw.tobytes() == counts.tobytes() + bias.tobytes()
+        memory.write_rows(names, 0, reads[0])
+        memory.settle()
+        assert (memory.read_state("counts", 0) == counts).all() and (memory.read_state("bias", 0) == bias).all()
+    memory.free()
+
+
 def test_synthetic_weights_are_the_tile_over_and_over(sim_programs: SimPrograms) -> None:
     fmt = by_name("q4_g64")
     w = {n: Synthetic(fmt, (600, 128), seed) for n, seed in (("a", 0), ("b", 3))}

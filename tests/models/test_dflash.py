@@ -233,12 +233,24 @@ def test_under_rejection_a_seed_is_a_text_whatever_shares_the_rounds(tmp_path: P
             assert all(abs(t.logprob - value) < 1e-5 for id, value in t.top if id == t.id), "the token's own"
 
 
+def with_block_size(config: dict[str, Any], size: int) -> dict[str, Any]:
+    return {**config, "block_size": size, "dflash_config": {**config["dflash_config"], "block_size": size}}
+
+
 def test_a_drafter_of_another_kind_or_model_is_one_line(tmp_path: Path, folders: Mapping[str, Path]) -> None:
     with pytest.raises(UsageError, match=r"^--spec dflash: .* give its folder with --draft-model"):
         engine(spec="dflash")
     model = comma_drafter(tmp_path / "d", "dflash")
     with pytest.raises(UsageError, match=r"is a drafter of --spec dflash, not of --spec dflash2$"):
         engine(spec="dflash2", draft_model=model)
+    blocks = r"^--draft-tokens 15: this drafter fills blocks of 8 positions, .*; use --draft-tokens 7$"
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "short").mkdir()
+    for file in model.iterdir():
+        (tmp_path / "short" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(with_block_size(config, 8)))
+    with pytest.raises(UsageError, match=blocks):
+        engine(spec="dflash", draft_model=tmp_path / "short", draft_tokens=15)
     with pytest.raises(ArtifactError, match=r"hidden_size is 64, but the model has 256: it drafts for another"):
         engine(spec="dflash", draft_model=folders["dflash"])
     with pytest.raises(ArtifactError, match=r"is no drafter; known are DFlashDraftModel, DFlash2DraftModel"):

@@ -168,6 +168,9 @@ class FakeStore:
         image[: len(history)] = history
         return image.view(np.uint8)
 
+    def settle(self) -> None:
+        pass
+
     def write_image(self, slot: int, data: NDArray[np.uint8]) -> None:
         self.runner._cached[slot] = [t for t in data.view(np.int32).tolist() if t >= 0]
 

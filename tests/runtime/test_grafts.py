@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ninfer.artifacts import open_artifact
+from ninfer.devices.cpu import CpuMemory
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.kv import by_name
@@ -146,14 +147,8 @@ class WithCache:
         self.set_pages, self.set_bias, self.set_mask = model.set_pages, model.set_bias, model.set_mask
         self.step, self.close = model.step, model.close
         types = {name: value.type for name, value in model.graph.states.items()}
-        self.cache_store = StateStore(self, types)
+        self.cache_store = StateStore(CpuMemory({}, model.states, np.zeros(0, np.uint8)), types)
         self.given = given_tier([graft], SPEC, by_name("bf16"), self.cache_store, model.limits)
-
-    def read_state(self, name: str, index: Any) -> Any:
-        return self.states[name][index].copy()
-
-    def write_state(self, name: str, index: Any, values: Any) -> None:
-        self.states[name][index] = values
 
 
 def grafted(graft: Graft, **changes: Any) -> Engine:

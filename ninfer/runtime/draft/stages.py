@@ -133,6 +133,11 @@ def plan_rounds(
             raise UsageError("--spec ngram with --ngram-draft-tokens 0 drafts nothing; use --spec none")
     usual = 0 if kind is None else ADAPTIVE_DRAFTS if config.adaptive_mtp else kind.num_drafts(drafter)
     num_drafts = 0 if kind is None else config.draft_tokens or usual
+    if drafter is not None and num_drafts >= drafter.block_size:
+        raise UsageError(
+            f"--draft-tokens {num_drafts}: this drafter fills blocks of {drafter.block_size} positions, the first of "
+            f"which is no draft; use --draft-tokens {_block_drafts(drafter)}"
+        )
     rows = 1 + max(num_drafts, copied)
     most = max(config.prefill_chunk, config.max_concurrency, rows)
     taps = () if drafter is None else drafter.taps

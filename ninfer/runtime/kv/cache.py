@@ -353,6 +353,7 @@ class ContextCache:
     def _keep_image(self, live: _Live, image: Image) -> None:
         self.images.put(image, image.num_tokens - live.plan.num_tokens)
         if self.disk is not None:
+            self._store.settle()
             self.disk.put_image(image)
 
     def _spill(self, chunk: Chunk, parent: Key, page: int) -> None:
@@ -364,7 +365,9 @@ class ContextCache:
         parent = ROOT
         for place, chunk in enumerate(parts):
             if not disk.has_written(chunk.key):
-                disk.put_page(StoredPage(chunk, parent, self._store.read_page(live.chain.pages[place])))
+                data = self._store.read_page(live.chain.pages[place])
+                self._store.settle()
+                disk.put_page(StoredPage(chunk, parent, data))
             parent = chunk.key
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,8 @@ class CacheStore(Protocol):
     @property
     def image_bytes(self) -> int: ...
 
-    def read_page(self, page: int) -> Bytes: ...
+    def read_page(self, page: int) -> Bytes:
+        """Memory of the caller's, filled when `settle` returns."""
 
     def write_page(self, page: int, data: Bytes) -> None: ...
 
@@ -42,6 +43,9 @@ class CacheStore(Protocol):
     def resume(self, slot: int, tokens: Sequence[int], skip: int = 0) -> None:
         """The slot goes on after these prompt tokens: penalties know them, but for the first `skip`."""
 
+    def settle(self) -> None:
+        """Wait until what was read is there. Writing what was read needs no wait."""
+
 
 class StateMemory(Protocol):
     """The part of a device's memory that is needed here."""
@@ -49,6 +53,12 @@ class StateMemory(Protocol):
     def read_state(self, name: str, index: Any) -> NDArray[Any]: ...
 
     def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None: ...
+
+    def read_rows(self, names: Sequence[str], index: int) -> Bytes: ...
+
+    def write_rows(self, names: Sequence[str], index: int, data: Bytes) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 @define
@@ -89,14 +99,16 @@ class StateStore:
         self._write(self._pages, page, data)
 
     def copy_page(self, source: int, to: int) -> None:
-        for name in self._pages:
-            self.memory.write_state(name, to, self.memory.read_state(name, source))
+        self._write(self._pages, to, self._read(self._pages, source))
 
     def read_image(self, slot: int) -> Bytes:
         return self._read(self._images, slot)
 
     def write_image(self, slot: int, data: Bytes) -> None:
         self._write(self._images, slot, data)
+
+    def settle(self) -> None:
+        self.memory.settle()
 
     def page_of(self, rows: Mapping[str, Bytes]) -> Bytes:
         """A page from what its states hold, by name. Zeros for those that are not named, such as a drafter's."""
@@ -121,22 +133,11 @@ class StateStore:
             self.memory.write_state("counts", slot, counts)
 
     def _read(self, names: Sequence[str], index: int) -> Bytes:
-        if not names:
-            return np.zeros(0, np.uint8)
-        rows = [np.ascontiguousarray(self.memory.read_state(n, index)).reshape(-1).view(np.uint8) for n in names]
-        return np.concatenate(rows)
+        return self.memory.read_rows(names, index) if names else np.zeros(0, np.uint8)
 
     def _write(self, names: Sequence[str], index: int, data: Bytes) -> None:
-        for name, part in self._parts(names, data):
-            t = self.types[name]
-            values = part.view(t.dtype.numpy).reshape([int(d) for d in t.shape[1:] if isinstance(d, int)])
-            self.memory.write_state(name, index, values)
-
-    def _parts(self, names: Sequence[str], data: Bytes) -> Iterator[tuple[str, Bytes]]:
-        at = 0
-        for name in names:
-            size = self._row_bytes(name)
-            yield name, np.ascontiguousarray(data[at : at + size])
-            at += size
-        if at != len(data):
-            raise ValueError(f"{len(data)} bytes are not the {at} of this model's states")
+        expected = sum(map(self._row_bytes, names))
+        if expected != len(data):
+            raise ValueError(f"{len(data)} bytes are not the {expected} of this model's states")
+        if names:
+            self.memory.write_rows(names, index, data)
