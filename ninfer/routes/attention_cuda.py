@@ -12,6 +12,7 @@ from ninfer.formats.dtypes import F32
 from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
+from ninfer.ir.ops.block import BlockAttention
 from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.types import Env, Types
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -56,6 +57,7 @@ def _simple_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Ma
         **cache_context(op.fmt, op.kv_heads, op.head_dim),
         "q_scale": op.scale * LOG2E,
         "window": op.window,
+        "block": isinstance(op, BlockAttention),
     }
 
 
@@ -298,8 +300,19 @@ ATTENTION_SIMPLE = Route(
     context=_simple_context,
     numerics="cuda.simple",
 )
+BLOCK_ATTENTION = Route(
+    name="block_attention.cuda.simple",
+    op=BlockAttention,
+    device="cuda",
+    template="cuda/attention_simple.cu.j2",
+    geometry=_simple_geometry,
+    refuse=_simple_refuse,
+    context=_simple_context,
+    numerics="cuda.simple",
+)
 
 ROUTES: tuple[Route[Any], ...] = (
+    BLOCK_ATTENTION,
     FUSED_ATTENTION,
     FUSED_ATTENTION_CODED,
     ROPE,

@@ -20,6 +20,7 @@ from ninfer.ir.graph import Kind, Node, Value
 from ninfer.ir.op import Case, Op
 from ninfer.ir.ops import OPS
 from ninfer.ir.ops.attention import Attention, page_views
+from ninfer.ir.ops.block import BLOCK_OPS
 from ninfer.ir.ops.fused import FUSED, FusedAttention
 from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
@@ -41,7 +42,7 @@ GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, QuantizeRows, RmsNormQuant)
-ALL_OPS = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *LINEAR_OPS)))
+ALL_OPS = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *BLOCK_OPS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 

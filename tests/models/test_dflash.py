@@ -189,6 +189,26 @@ def test_drafts_never_change_a_text(tmp_path: Path, name: str, drafts: int) -> N
     assert stats is not None and stats.num_accepted > 20
 
 
+@pytest.mark.slow
+def test_the_simulated_gpu_drafts_as_the_processor(tmp_path: Path) -> None:
+    model = comma_drafter(tmp_path / "drafter", "dflash")
+    prompt = tuple(tiny_cases()[3]["prompt_ids"])
+    request = GenerateRequest(id="0", prompt_ids=prompt, sampling=Sampling(temperature=0), max_tokens=24)
+    found = []
+    for device in ("cpu", "cuda-sim"):
+        settings = {"device": device, "max_context": 128, "max_concurrency": 1, "prefill_chunk": 64}
+        with engine(spec="dflash", draft_model=model, draft_tokens=3, ngram_draft_tokens=0, **settings) as drafted:
+            text = [t.id for d in drive(drafted, [request])["0"] for t in d.tokens]
+            found.append((text, drafted.stats().drafts))
+    assert found[0] == found[1] and found[0][1] is not None and found[0][1].num_accepted > 3
+
+
+def test_a_device_without_its_kernels_is_one_line(tmp_path: Path) -> None:
+    model = comma_drafter(tmp_path / "drafter", "dflash2")
+    with pytest.raises(UsageError, match=r"^--spec dflash2: no route for .*; use --spec mtp or ngram, .*--device cpu$"):
+        engine(device="cuda-sim", spec="dflash2", draft_model=model, max_context=128, prefill_chunk=64)
+
+
 def test_a_drafter_in_the_models_own_file(tmp_path: Path) -> None:
     folder = comma_drafter(tmp_path / "drafter", "dflash2")
     out = tmp_path / "both.ninfer"

@@ -1,6 +1,7 @@
 """What drafters need that fill a whole block of positions in one pass (models/dflash.py).
 
-References alone so far: a CPU runs them as they are.
+A CPU runs the references as they are. On GPUs there is attention, which is all that DFlash needs; what DFlash2 adds has
+no kernels yet.
 """
 
 from __future__ import annotations

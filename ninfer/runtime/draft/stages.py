@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ninfer.config import EngineConfig
 from ninfer.devices.base import Executable
 from ninfer.devices.plan import Plan
-from ninfer.errors import UsageError
+from ninfer.errors import NoRoute, UsageError
 from ninfer.ir.graph import Graph
 from ninfer.ir.ops.sample import count_kept
 from ninfer.ir.types import Env
@@ -172,7 +172,10 @@ def plan_rounds(
 def lower_rounds(
     plan: RoundPlan, lowering: Lowering, graph_at: Callable[[Graph, Env], Graph], limits: Limits
 ) -> dict[str, dict[int, Plan]]:
-    """Plans of each graph by width, as the device runs it there. A drafter also runs over prompts."""
+    """Plans of each graph by width, as the device runs it there. A drafter also runs over prompts.
+
+    Raises UsageError where the device lacks kernels for the drafter.
+    """
     most = limits.max_seqs * plan.most_rows
     plans: dict[str, dict[int, Plan]] = {}
     for mode, graph in plan.graphs.items():
@@ -181,7 +184,13 @@ def lower_rounds(
         rows = most if mode in ("verify", "fold", dflash.BLOCK) else max(most, limits.max_rows)
         logit_rows = most if mode in ("verify", dflash.BLOCK) else limits.max_seqs
         envs = [env_of(limits, w, min(w, logit_rows)) for w in row_buckets(rows)]
-        plans[mode] = {env.rows: lowering.lower(graph_at(graph, env), env) for env in envs}
+        try:
+            plans[mode] = {env.rows: lowering.lower(graph_at(graph, env), env) for env in envs}
+        except NoRoute as error:
+            raise UsageError(
+                f"--spec {plan.name}: {str(error).splitlines()[0]}; use --spec mtp or ngram, another --kv-dtype, or "
+                "--device cpu"
+            ) from None
     return plans
 
 
