@@ -51,10 +51,11 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
     declared = read_tools(body["tools"])
     shown, tools = chosen(declared, mode, names, parallel=parallel, at=body["tool_choice"])
     config = body["output_config"]
-    format = None
-    if config.given and config["format"].given:
-        choice("json_schema")(config["format"]["type"])
-        format = response_format(config["format"], flat=True)
+    _refuse_unserved(body)
+    told = config["format"] if config.given and config["format"].given else body["output_format"]
+    if told.given:
+        choice("json_schema")(told["type"])
+    format = response_format(told, flat=True)
     drawn = sampling(body)
     if body["temperature"].given:
         drawn["temperature"] = number(0, 1)(body["temperature"])
@@ -75,6 +76,16 @@ def read(body: Value, served: str) -> tuple[Ask, View]:
         format=evolve(format, strict=True) if format is not None else None,
     )
     return ask, View(model=label or served, hidden=hidden)
+
+
+def _refuse_unserved(body: Value) -> None:
+    for name in ("mcp_servers", "container"):
+        if body[name].raw:
+            raise body[name].unsupported("nothing but the model runs here; leave it out")
+    if body["metadata"].given:
+        body["metadata"]["user_id"].maybe(text)
+    for name, read in (("cache_control", Value.object), ("service_tier", text), ("preserve_thinking", boolean)):
+        body[name].maybe(read)
 
 
 def _stops(value: Value) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ninfer.api.fields import Value, boolean, choice, text
+from ninfer.api.media import anthropic_image
 from ninfer.api.tools import Tool, tool
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs from request to request, and would spoil every prefix
@@ -45,8 +46,13 @@ def _system(value: Value) -> Iterable[str]:
 
 def _text(block: Value) -> str:
     kind = text(block["type"])
+    if kind == "image":
+        raise anthropic_image(block)
+    if kind in ("document", "search_result"):
+        raise block.refused(f"this model reads text, not a {kind}; leave it out", code="content_not_supported")
     if kind != "text":
-        raise block["type"].refused(f"this model reads text, not {kind[:40]!r}", code="content_not_supported")
+        raise block["type"].refused(f"no block of type {kind[:40]!r} is read here", code="content_not_supported")
+    block["cache_control"].maybe(Value.object)
     return text(block["text"])
 
 
@@ -128,6 +134,10 @@ def _tool(value: Value) -> Tool:
     kind = value["type"].maybe(text) or "custom"
     if kind != "custom":
         raise value["type"].refused(f"tools of type {kind[:40]!r} run on no server here", code="tool_not_supported")
+    for name in ("strict", "defer_loading"):
+        if value[name].maybe(boolean):
+            raise value[name].unsupported("tools are shown as they are; tool_choice makes a call sure")
+    value["cache_control"].maybe(Value.object)
     schema = value["input_schema"].object() if value["input_schema"].given else None
     return tool(text(value["name"]), value["description"].maybe(text), schema)
 

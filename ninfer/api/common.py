@@ -8,6 +8,7 @@ from typing import Any
 
 from ninfer.api.ask import Chat, Plain
 from ninfer.api.fields import Value, boolean, choice, integer, number, text
+from ninfer.api.media import chat_image
 from ninfer.api.told import Tally
 from ninfer.runtime.request import Timings
 
@@ -18,6 +19,7 @@ BAN = -1000.0  # a bias that no logit outweighs
 NO_STORE = {"cache-control": "no-store"}
 
 _PENALTY = number(-2, 2)
+ANY_SEED = integer(-(2**63), 2**64 - 1)
 SAMPLING: Mapping[str, Callable[[Value], float]] = {
     "temperature": number(0, 2),
     "top_p": number(0, 1),
@@ -26,8 +28,9 @@ SAMPLING: Mapping[str, Callable[[Value], float]] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": number(0.01, 10),
-    "seed": integer(-(2**63), 2**64 - 1),
+    "seed": ANY_SEED,
 }
+PLAIN_SAMPLING = {**SAMPLING, "temperature": number(-1000, 2), "top_k": integer()}  # of routes without a template
 
 
 def sampling(body: Value, readers: Mapping[str, Callable[[Value], float]] = SAMPLING) -> dict[str, Any]:
@@ -38,6 +41,42 @@ def sampling(body: Value, readers: Mapping[str, Callable[[Value], float]] = SAMP
     if body["logit_bias"].given:
         found["logit_bias"] = logit_bias(body["logit_bias"])
     return found
+
+
+def plain_sampling(body: Value) -> dict[str, Any]:
+    """The same where llama.cpp's meanings hold: a temperature below 0 is greedy, a seed below 0 is drawn."""
+    drawn = sampling(body, PLAIN_SAMPLING)
+    if "temperature" in drawn:
+        drawn["temperature"] = max(0.0, drawn["temperature"])
+    if drawn.get("seed", 0) < 0:
+        del drawn["seed"]
+    return drawn
+
+
+# Fields that change nothing here are read all the same: what is malformed in them is a mistake of the client's.
+IDLE: Mapping[str, Callable[[Value], Any]] = {
+    "user": text,
+    "safety_identifier": text,
+    "service_tier": text,
+    "prompt_cache_key": text,
+    "prompt_cache_retention": choice("in_memory", "in-memory", "24h"),
+    "prompt_cache_options": Value.object,
+    "metadata": Value.object,
+    "stream_options": Value.object,
+    "timings_per_token": boolean,
+    "return_progress": boolean,
+}
+
+
+def read_idle(body: Value, *more: tuple[str, Callable[[Value], Any]]) -> None:
+    for name, read in (*IDLE.items(), *more):
+        body[name].maybe(read)
+
+
+def output_limit(body: Value, *names: str) -> int | None:
+    """The first of these fields that is given; -1: what fits."""
+    found = [body[name].maybe(integer(-1)) for name in names]
+    return next((limit for limit in found if limit is not None), None)
 
 
 def logit_bias(value: Value) -> dict[int, float]:
@@ -142,7 +181,11 @@ def _part(value: Value, role: str) -> str:
         return text(value["text"])
     if kind == "refusal" and role == "assistant":
         return text(value["refusal"])
-    raise value["type"].refused(f"this model reads parts of type text, not {kind[:20]!r}", code="content_not_supported")
+    if kind in ("image_url", "video_url"):
+        raise chat_image(value)
+    if kind in ("input_audio", "file"):
+        raise value.refused(f"this model reads text, not {kind}; leave the part out", code="content_not_supported")
+    raise value["type"].refused(f"no part of a message is of type {kind[:20]!r}", code="content_not_supported")
 
 
 def _tool_call(value: Value) -> dict[str, Any]:
@@ -165,19 +208,37 @@ _THINKING = ("enable_thinking", "preserve_thinking")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def _options(body: Value) -> dict[str, Any]:
-    """chat_template_kwargs, and the typed fields that mean the same."""
+def template_kwargs(body: Value) -> dict[str, Any]:
+    """What chat_template_kwargs says to the template."""
     kwargs = body["chat_template_kwargs"]
-    found = {k: v for k, v in kwargs.object().items() if v is not None} if kwargs.given else {}
+    if not kwargs.given:
+        return {}
+    found = {k: v for k, v in kwargs.object().items() if v is not None}
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in found:
             raise kwargs[name].refused("the request sets this itself")
     for name in _THINKING:
-        if kwargs.given:
-            kwargs[name].maybe(boolean)
+        kwargs[name].maybe(boolean)
+    kwargs["reasoning_effort"].maybe(text)
+    return found
+
+
+def _agreed(found: Mapping[str, Any], typed: Value, value: Any) -> Any:
+    """A field that chat_template_kwargs may say as well."""
+    if found.get(typed.path, value) != value:
+        raise typed.refused("chat_template_kwargs says something else of it")
+    return value
+
+
+def _options(body: Value) -> dict[str, Any]:
+    """chat_template_kwargs, and the typed fields that mean the same."""
+    found = template_kwargs(body)
+    for name in _THINKING:
         if body[name].given:
-            found[name] = boolean(body[name])
+            found[name] = _agreed(found, body[name], boolean(body[name]))
     effort = body["reasoning_effort"].maybe(choice("auto", "default", *_EFFORTS))
+    if effort in _EFFORTS:
+        _agreed(found, body["reasoning_effort"], effort)
     if effort == "none":
         found.setdefault("enable_thinking", False)
     elif effort in _EFFORTS:

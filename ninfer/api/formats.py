@@ -16,10 +16,22 @@ def response_format(value: Value, *, flat: bool = False) -> JsonSchema | None:
     body = value if flat or not value["json_schema"].given else value["json_schema"]
     if kind == "json_object" and not body["schema"].given:
         return JsonSchema(path=value.path)
+    if not (flat or value["schema"].given) and kind == "json_schema":
+        value["json_schema"].object()
+    body["name"].maybe(text)
+    body["description"].maybe(text)
     schema = body["schema"]
     schema.object()
     strict = body["strict"].maybe(boolean)
     return JsonSchema(schema=schema.raw, strict=strict is True, path=schema.path)
+
+
+def one_format(body: Value) -> JsonSchema | Regex | Ebnf | None:
+    """response_format, or one of the fields of llama.cpp."""
+    first, second = response_format(body["response_format"]), grammar(body)
+    if first is not None and second is not None:
+        raise body[second.path].refused("one format at a time")
+    return first or second
 
 
 def grammar(body: Value) -> JsonSchema | Regex | Ebnf | None:

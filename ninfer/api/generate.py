@@ -107,6 +107,8 @@ class Run:
         await self._wait(timeout_s)
         found = []
         while self._inbox:
+            if found and _failure(self._inbox[0][1]) is not None:
+                break  # what came before it is told first
             index, delta = self._inbox.popleft()
             reply = self._replies[index]
             if reply.done:
@@ -145,15 +147,21 @@ class Run:
             task.cancel()
 
 
-def _raise_failure(delta: Delta | Exception) -> None:
+def _failure(delta: Delta | Exception) -> Exception | None:
     if isinstance(delta, Exception):
-        raise delta
+        return delta
     if isinstance(delta, Failed):
-        raise delta.exception
+        return delta.exception
     if delta.finish is FinishReason.ERROR:
-        raise NinferError(delta.error or "the engine failed on this request")
+        return NinferError(delta.error or "the engine failed on this request")
     if delta.finish is FinishReason.CANCELLED:
-        raise EngineUnavailable(delta.error or "the request was cancelled")
+        return EngineUnavailable(delta.error or "the request was cancelled")
+    return None
+
+
+def _raise_failure(delta: Delta | Exception) -> None:
+    if (error := _failure(delta)) is not None:
+        raise error
 
 
 async def frames(serving: Serving, ask: Ask, teller: Teller, id: str, entry: Entry) -> AsyncGenerator[bytes, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field, frozen
@@ -11,10 +11,10 @@ from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 
 from ninfer.api.ask import Ask, Head, Prompt
-from ninfer.api.common import MAX_LOGPROBS, NO_STORE, SAMPLING, chat, plains, sampling, stops, timings
+from ninfer.api.common import MAX_LOGPROBS, NO_STORE, SAMPLING, chat, plain_sampling, plains, stops, timings
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, decode, integer, number, text
-from ninfer.api.formats import grammar
+from ninfer.api.formats import one_format
 from ninfer.api.prepare import template_options
 from ninfer.api.serving import Serving
 from ninfer.api.sse import Event, body_of
@@ -26,7 +26,6 @@ from ninfer.text.tokenizer import Tokenizer
 
 # Completion
 
-_READERS = {**SAMPLING, "temperature": number(-1000, 2), "seed": integer(-(2**63), 2**64 - 1)}
 _NEUTRAL: Mapping[str, float] = {  # fields that are not served, and the value that asks for nothing
     "typical_p": 1,
     "tfs_z": 1,
@@ -38,6 +37,18 @@ _NEUTRAL: Mapping[str, float] = {  # fields that are not served, and the value t
 }
 _EMPTY = ("lora",)
 _ENDINGS = ("top_n_sigma", "t_max_predict_ms")  # 0 and below: off
+
+
+_IDLE: Mapping[str, Callable[[Value], Any]] = {  # change nothing here
+    "cache_prompt": boolean,
+    "timings_per_token": boolean,
+    "return_progress": boolean,
+    "post_sampling_probs": boolean,
+    "n_keep": integer(),
+    "min_keep": integer(),
+    "id_slot": integer(-1),
+    "repeat_last_n": integer(-1),
+}
 
 
 @frozen(kw_only=True)
@@ -55,15 +66,11 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
     if len(prompts) > 1:
         raise body["prompt"].refused("one prompt at a time is served here", code="multiple_prompts_not_supported")
     _refuse_unserved(body)
-    drawn = sampling(body, _READERS)
-    if "temperature" in drawn:
-        drawn["temperature"] = max(0.0, drawn["temperature"])  # below 0: greedy
-    if drawn.get("seed", 0) < 0:
-        del drawn["seed"]  # at random
+    drawn = plain_sampling(body)
     penalty = body["repeat_penalty"]
     if penalty.given:
         drawn["repetition_penalty"] = SAMPLING["repetition_penalty"](penalty)
-    limit = body["n_predict"] if body["n_predict"].given else body["max_tokens"]
+    limits = [body[name].maybe(integer()) for name in ("n_predict", "max_tokens")]
     num_probs = body["n_probs"].maybe(integer(0, MAX_LOGPROBS)) or 0
     fields = body["response_fields"]
     ask = Ask(
@@ -71,12 +78,12 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         prompt_path="prompt",
         model=body["model"].maybe(text),
         sampling=drawn,
-        max_tokens=limit.maybe(integer()),
+        max_tokens=limits[0] if limits[0] is not None else limits[1],
         stop=stops(body["stop"]),
         logprobs=num_probs or None,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
-        format=grammar(body),
+        format=one_format(body),
     )
     settings = {k: v for k, v in drawn.items() if k != "logit_bias"}
     view = View(
@@ -96,8 +103,10 @@ def _refuse_unserved(body: Value) -> None:
         if body[name].given and number()(body[name]) > 0:
             raise body[name].unsupported("only 0 is served")
     for name in _EMPTY:
-        if body[name].raw or (name == "json_schema" and body[name].given):
+        if body[name].raw:
             raise body[name].unsupported("this server generates without it; leave it out")
+    for name, read in _IDLE.items():
+        body[name].maybe(read)
 
 
 @define

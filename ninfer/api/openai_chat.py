@@ -8,10 +8,20 @@ from typing import Any
 from attrs import define, field, frozen
 
 from ninfer.api.ask import Ask, Head, Prompt
-from ninfer.api.common import MAX_LOGPROBS, chat, sampling, stops, thinking_budget, timings, usage
+from ninfer.api.common import (
+    MAX_LOGPROBS,
+    chat,
+    output_limit,
+    read_idle,
+    sampling,
+    stops,
+    thinking_budget,
+    timings,
+    usage,
+)
 from ninfer.api.errors import Dialect
-from ninfer.api.fields import Value, boolean, integer, text
-from ninfer.api.formats import grammar, response_format
+from ninfer.api.fields import Value, boolean, choice, integer, text
+from ninfer.api.formats import one_format
 from ninfer.api.post_thinking import post_thinking
 from ninfer.api.sse import Event
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
@@ -30,9 +40,7 @@ class View:
 
 
 def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
-    for name in ("functions", "function_call"):
-        if body[name].raw:
-            raise body[name].unsupported("say it with tools and tool_choice")
+    _refuse_unserved(body)
     shown, tools = read_tools(body)
     prompt = chat(body, shown)
     wants_logprobs = body["logprobs"].maybe(boolean) or False
@@ -40,14 +48,13 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
     if top and not wants_logprobs:
         raise body["top_logprobs"].refused("needs logprobs: true")
     n = body["n"].maybe(integer(1, 128)) or 1
-    limit = body["max_completion_tokens"] if body["max_completion_tokens"].given else body["max_tokens"]
     options = body["stream_options"]
     ask = Ask(
         prompts=(prompt,),
         prompt_path="messages",
         model=body["model"].maybe(text),
         sampling=sampling(body),
-        max_tokens=limit.maybe(integer(-1)),
+        max_tokens=output_limit(body, "max_completion_tokens", "max_tokens"),
         stop=stops(body["stop"]),
         n=n,
         logprobs=top if wants_logprobs else None,
@@ -57,10 +64,39 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         thinking_budget=thinking_budget(body),
         graft=body["graft"].maybe(text),
         post_thinking=post_thinking(body),
-        format=response_format(body["response_format"]) or grammar(body),
+        format=one_format(body),
     )
     include_usage = bool(options.given and options["include_usage"].maybe(boolean))
     return ask, Stream(head, View(n=n, logprobs=wants_logprobs, include_usage=include_usage))
+
+
+# What is known and not served: field, and what to do instead.
+_UNSERVED = {
+    "functions": "say it with tools and tool_choice",
+    "function_call": "say it with tools and tool_choice",
+    "audio": "this model writes text",
+    "web_search_options": "this server searches nothing",
+    "mm_processor_kwargs": "this model reads text",
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        "say it with response_format, json_schema, regex or grammar",
+    ),
+}
+
+
+def _refuse_unserved(body: Value) -> None:
+    for name, instead in _UNSERVED.items():
+        if body[name].raw:
+            raise body[name].unsupported(instead)
+    modalities = body["modalities"]
+    for one in modalities.items() if modalities.given else ():
+        if choice("text", "audio")(one) == "audio":
+            raise modalities.unsupported("this model writes text")
+    if (body["verbosity"].maybe(choice("low", "medium", "high")) or "medium") != "medium":
+        raise body["verbosity"].unsupported("the model's own is the only one; say it in the prompt")
+    if body["store"].maybe(boolean):
+        raise body["store"].unsupported("only /v1/responses stores")
+    read_idle(body, ("prediction", Value.object))
 
 
 @define

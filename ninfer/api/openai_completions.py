@@ -8,10 +8,10 @@ from typing import Any
 from attrs import define, field, frozen
 
 from ninfer.api.ask import Ask, Head, Prompt
-from ninfer.api.common import MAX_LOGPROBS, plains, sampling, stops, timings, usage
+from ninfer.api.common import MAX_LOGPROBS, output_limit, plain_sampling, plains, read_idle, stops, timings, usage
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, integer, text
-from ninfer.api.formats import grammar, response_format
+from ninfer.api.formats import one_format
 from ninfer.api.sse import Event
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 
@@ -35,6 +35,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         raise best_of.unsupported("replies are not ranked here; leave it out, or make it equal to n")
     if body["suffix"].maybe(text):
         raise body["suffix"].unsupported("text is only continued here; leave suffix out")
+    read_idle(body)
     logprobs = body["logprobs"].maybe(integer(0, MAX_LOGPROBS))
     echo = body["echo"].maybe(boolean) or False
     if echo and logprobs is not None:
@@ -44,14 +45,14 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         prompts=prompts,
         prompt_path="prompt",
         model=body["model"].maybe(text),
-        sampling=sampling(body),
-        max_tokens=body["max_tokens"].maybe(integer(-1)),
+        sampling=plain_sampling(body),
+        max_tokens=output_limit(body, "max_tokens"),
         stop=stops(body["stop"]),
         n=n,
         logprobs=logprobs,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
-        format=response_format(body["response_format"]) or grammar(body),
+        format=one_format(body),
     )
     view = View(
         num_prompts=len(prompts),

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from ninfer.api.ask import Ask, Chat, Head
-from ninfer.api.common import MAX_LOGPROBS, sampling, thinking_budget
+from ninfer.api.common import MAX_LOGPROBS, read_idle, sampling, template_kwargs, thinking_budget
 from ninfer.api.fields import Value, boolean, choice, integer, text
 from ninfer.api.formats import response_format
 from ninfer.api.post_thinking import post_thinking
@@ -29,6 +29,7 @@ READ = frozenset(
             "top_logprobs",
             "include",
             "chat_template_kwargs",
+            "preserve_thinking",
             "thinking_budget",
             "post_thinking",
             "graft",
@@ -49,6 +50,7 @@ IGNORED = frozenset(
 )
 REFUSED = ("conversation", "prompt")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_PAIRS, MAX_KEY, MAX_TEXT = 16, 64, 512  # of metadata
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -123,9 +125,14 @@ def _refuse(body: Value) -> None:
     if body["background"].maybe(boolean):
         raise body["background"].unsupported("responses are made while the client waits")
     body["truncation"].maybe(choice("disabled"))
-    if body["metadata"].given:
-        for name in body["metadata"].object():
-            text(body["metadata"][name])
+    read_idle(body, ("client_metadata", Value.object), ("max_tool_calls", integer(1)))
+    metadata = body["metadata"].object() if body["metadata"].given else {}
+    if len(metadata) > MAX_PAIRS:
+        raise body["metadata"].refused(f"{len(metadata)} pairs, and at most {MAX_PAIRS} are kept")
+    for name in metadata:
+        if len(name) > MAX_KEY or len(text(body["metadata"][name])) > MAX_TEXT:
+            limits = f"a key has up to {MAX_KEY} characters and its text up to {MAX_TEXT}"
+            raise body["metadata"][name].refused(limits)
 
 
 def _include(value: Value) -> tuple[str, ...]:
@@ -133,9 +140,13 @@ def _include(value: Value) -> tuple[str, ...]:
 
 
 def _options(body: Value) -> dict[str, Any]:
-    kwargs = body["chat_template_kwargs"]
-    found = {k: v for k, v in kwargs.object().items() if v is not None} if kwargs.given else {}
-    effort = body["reasoning"]["effort"].maybe(choice(*EFFORTS)) if body["reasoning"].given else None
+    found = template_kwargs(body)
+    if body["preserve_thinking"].given:
+        found["preserve_thinking"] = boolean(body["preserve_thinking"])
+    reasoning = body["reasoning"]
+    effort = reasoning["effort"].maybe(choice(*EFFORTS)) if reasoning.given else None
+    for name in ("summary", "generate_summary") if reasoning.given else ():
+        reasoning[name].maybe(choice("auto", "concise", "detailed"))
     if effort == "none":
         found["enable_thinking"] = False
     elif effort is not None:

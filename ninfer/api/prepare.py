@@ -99,21 +99,30 @@ def whole_format(serving: Serving, ask: Ask) -> Format | None:
     return Calls(tools=tools.schemas, style=style, parallel=tools.parallel, or_json=or_json)
 
 
-def template_options(serving: Serving, chat: Chat, *, structured: bool = False) -> dict[str, Any]:
-    """structured: thinking is off unless it is asked for."""
-    quiet = serving.defaults.no_thinking or (structured and "reasoning_effort" not in chat.options)
-    options = ({"enable_thinking": False} if quiet else {}) | dict(chat.options)
-    if isinstance(effort := options.get("reasoning_effort"), str):
-        if serving.template().thinks_when_asked:
-            options.setdefault("enable_thinking", True)
+def template_options(
+    serving: Serving, chat: Chat, *, structured: bool = False, budgeted: bool = False
+) -> dict[str, Any]:
+    """structured, or the server's --no-thinking: thinking is off unless an effort or a budget asks for it."""
+    options = dict(chat.options)
+    effort = options.get("reasoning_effort")
+    if effort == "none":
+        del options["reasoning_effort"]
+        options.setdefault("enable_thinking", False)
+    elif isinstance(effort, str):
         options["reasoning_effort"] = serving.template().nearest_effort(effort)
+    quiet = serving.defaults.no_thinking or structured
+    if "reasoning_effort" in options or budgeted:
+        if quiet or serving.template().thinks_when_asked:
+            options.setdefault("enable_thinking", True)
+    elif quiet:
+        options.setdefault("enable_thinking", False)
     return options
 
 
 def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
     template = serving.template()
-    structured = ask.format is not None and ask.thinking_budget is None
-    options = template_options(serving, chat, structured=structured)
+    budgeted = ask.thinking_budget is not None
+    options = template_options(serving, chat, structured=ask.format is not None, budgeted=budgeted)
     if chat.tools and not template.takes_tools:
         raise BadRequest("the model's chat template has no place for tools", path="tools", code="tools_not_supported")
     messages = in_call_order(chat.messages)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ninfer.api.fields import Value, choice, text
+from ninfer.api.media import responses_image
 from ninfer.api.responses_store import Item
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -78,9 +79,12 @@ def _content(value: Value) -> str:
 
 def _part(value: Value) -> str:
     kind = text(value["type"])
+    if kind in ("input_image", "input_video"):
+        raise responses_image(value)
+    if kind in ("input_file", "input_audio"):
+        raise value.refused(f"this model reads text, not {kind}; leave the part out", code="content_not_supported")
     if kind not in TEXTS:
-        what = "reads text, not" if kind.startswith("input_") else "does not know"
-        raise value["type"].refused(f"this model {what} {kind[:40]!r}", code="content_not_supported")
+        raise value["type"].refused(f"no part of a message is of type {kind[:40]!r}", code="content_not_supported")
     return text(value[TEXTS[kind]])
 
 

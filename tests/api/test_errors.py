@@ -40,7 +40,7 @@ MALFORMED: tuple[tuple[str, dict[str, Any], str | None], ...] = (
     (CHAT, part(), "messages[1].content[1].type"),
     (CHAT, part(type=1), "messages[1].content[1].type"),
     (CHAT, part(type="text"), "messages[1].content[1].text"),
-    (CHAT, part(type="image_url", image_url={"url": "x"}), "messages[1].content[1].type"),
+    (CHAT, part(type="image_url", image_url={"url": "x"}), "messages[1].content[1].image_url.url"),
     (CHAT, turn(content="a", name=3), "messages[1].name"),
     (CHAT, {"messages": HI, "temperature": "hot"}, "temperature"),
     (CHAT, {"messages": HI, "temperature": 2.5}, "temperature"),

@@ -175,7 +175,7 @@ def test_a_failure_under_way_is_a_failed_response(server: Server) -> None:
         ({"colour": 1}, "colour", "unknown_parameter"),
         ({"input": []}, "input", None),
         ({"input": [{"type": "image"}]}, "input[0].type", None),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "content_not_supported"),  # noqa: E501
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y"}]}]}, "input[0].content[0]", "vision_disabled"),  # noqa: E501
         ({"conversation": "c"}, "conversation", "conversation_not_supported"),
         ({"background": True}, "background", "background_not_supported"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", None),

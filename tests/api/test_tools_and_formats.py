@@ -132,7 +132,7 @@ def test_tool_choice_none_shows_no_tools(server: Server) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ],
 )
 def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
