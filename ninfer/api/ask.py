@@ -81,4 +81,5 @@ class Prompt:
     graft: Graft | None = None  # its ids come first
     thinking: bool | None = None  # whether the reply begins inside the tags; None: it knows no reasoning
     tags: ThinkTags = THINK_TAGS
+    may_think: bool = False  # thinking is asked for, and the reply itself opens it
     style: CallStyle | None = None  # how the model spells tool calls

@@ -31,11 +31,16 @@ def _formats(serving: Serving, ask: Ask, prompts: Sequence[Prompt]) -> list[Toke
     format = whole_format(serving, ask)
     if format is None:
         return [None] * (len(prompts) * ask.n)
-    close_id = serving.tokenizer.token_to_id(prompts[0].tags.close)
+    tags = prompts[0].tags
+    open_id, close_id = serving.tokenizer.token_to_id(tags.open), serving.tokenizer.token_to_id(tags.close)
     if close_id is None and any(prompt.thinking for prompt in prompts):
         raise BadRequest("the end of the model's thinking is no single token, so nothing can be enforced after it")
-    afters = [close_id if prompt.thinking else None for prompt in prompts for _ in range(ask.n)]
-    return [serving.grammars.matcher(format, after=after) for after in afters]
+    grammars, masks = serving.grammars, list[TokenMask | None]()
+    for prompt in (prompt for prompt in prompts for _ in range(ask.n)):
+        opens = prompt.may_think and open_id is not None
+        after = close_id if prompt.thinking or opens else None
+        masks.append(grammars.matcher(format, after=after, opened_by=open_id if opens else None))
+    return masks
 
 
 def _budget(serving: Serving, ask: Ask, prompt: Prompt) -> Callable[[TokenMask | None], TokenMask] | None:
@@ -136,8 +141,9 @@ def _chat(serving: Serving, chat: Chat, ask: Ask) -> Prompt:
         ids += encode(serving.tokenizer, chat.prefill, parse_special=False)
     graft = serving.graft(ask.graft)
     before = () if graft is None else graft.ids
+    may = thinking is False and options.get("enable_thinking") is True and not chat.prefill
     style = template.call_style if chat.tools else None
-    return Prompt(ids=(*before, *ids), graft=graft, thinking=thinking, tags=template.tags, style=style)
+    return Prompt(ids=(*before, *ids), graft=graft, thinking=thinking, tags=template.tags, style=style, may_think=may)
 
 
 def in_call_order(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

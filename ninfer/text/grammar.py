@@ -90,15 +90,19 @@ class Grammars:
         self._breaks = frozenset(i for i, text in enumerate(vocab) if text and not text.strip(b"\n"))
         self._lock = threading.Lock()
 
-    def matcher(self, format: Format, *, after: int | None = None) -> Matcher | AfterReasoning:
+    def matcher(
+        self, format: Format, *, after: int | None = None, opened_by: int | None = None
+    ) -> Matcher | AfterReasoning:
         """A mask for one reply.   after: the token that ends its reasoning, which the format leaves alone.
+
+        opened_by: the reply does not begin with reasoning, but may with this token.
 
         Raises BadRequest with the path for what cannot be compiled.
         """
         with self._lock:
             compiled = self._compile(format)
         matcher = Matcher(self._matcher(compiled, None, False, -1, None))
-        return matcher if after is None else AfterReasoning(matcher, after, self._breaks)
+        return matcher if after is None else AfterReasoning(matcher, after, self._breaks, opened_by)
 
     def _compile(self, format: Format) -> Any:
         compiler = self._compiler
@@ -143,29 +147,35 @@ class Matcher:
 
 
 class AfterReasoning:
-    """A TokenMask that lets everything pass until reasoning ends, then line breaks, and then keeps to the format."""
+    """A TokenMask that lets everything pass until reasoning ends, then line breaks, and then keeps to the format.
 
-    def __init__(self, matcher: Matcher, close_id: int, breaks: frozenset[int]) -> None:
+    open_id: what must begin the reasoning, or there is none.
+    """
+
+    def __init__(self, matcher: Matcher, close_id: int, breaks: frozenset[int], open_id: int | None = None) -> None:
         self._matcher = matcher
         self._close_id = close_id
         self._breaks = breaks
+        self._open_id = open_id
         self._log: list[str] = []  # what each token was: reasoning, close, break or format
 
     def fill(self, row: Any) -> bool:
-        if "close" not in self._log[-MAX_BREAKS - 1 :] and "format" not in self._log[-1:]:
+        if self._where() == "reasoning":
             return False
         masked = self._matcher.fill(row)
-        if masked and self._may_break():
-            for id in self._breaks:
-                row[id >> 5] |= np.int32(np.uint32(1 << (id & 31)).view(np.int32))
+        for id in self._also() if masked else ():
+            row[id >> 5] |= np.int32(np.uint32(1 << (id & 31)).view(np.int32))
         return masked
 
     def accept(self, token: int) -> bool:
-        last = self._log[-1] if self._log else "reasoning"
-        if last == "reasoning":
+        where = self._where()
+        if where == "reasoning":
             self._log.append("close" if token == self._close_id else "reasoning")
             return True
-        if self._may_break() and token in self._breaks:
+        if where == "start" and token == self._open_id:
+            self._log.append("reasoning")
+            return True
+        if where != "start" and token in self._also():
             self._log.append("break")
             return True
         if not self._matcher.accept(token):
@@ -179,8 +189,18 @@ class AfterReasoning:
         if count := gone.count("format"):
             self._matcher.rollback(count)
 
-    def _may_break(self) -> bool:
-        return self._log[-1] in ("close", "break") and self._log[-MAX_BREAKS:] != ["break"] * MAX_BREAKS
+    def _where(self) -> str:
+        if self._log:
+            return self._log[-1]
+        return "reasoning" if self._open_id is None else "start"
+
+    def _also(self) -> frozenset[int]:
+        """What may come beside the format."""
+        where = self._where()
+        if where == "start":
+            return frozenset() if self._open_id is None else frozenset({self._open_id})
+        may_break = where in ("close", "break") and self._log[-MAX_BREAKS:] != ["break"] * MAX_BREAKS
+        return self._breaks if may_break else frozenset()
 
 
 # Tool calls as the library's structural tags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -118,6 +119,18 @@ def test_the_format_begins_after_reasoning_and_its_line_breaks(grammars: Grammar
     assert ord("\n") in allowed(mask) and ord("x") not in allowed(mask)
 
 
+def test_reasoning_that_the_reply_itself_opens_comes_before_the_format(grammars: Grammars) -> None:
+    opener = TOKENS.index("<think>")
+    mask = grammars.matcher(JsonSchema(), after=CLOSE, opened_by=opener)
+    assert allowed(mask) == {ord("{"), opener}
+    assert mask.accept(ord("{")) and opener not in allowed(mask) and not mask.accept(opener)
+    mask.rollback(1)
+    assert mask.accept(opener) and mask.accept(ord("x")) and len(allowed(mask)) > 256
+    assert mask.accept(CLOSE) and allowed(mask) == {ord("{"), ord("\n")}
+    mask.rollback(3)
+    assert allowed(mask) == {ord("{"), opener}
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_taking_tokens_back_leads_to_the_same_masks(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
@@ -144,6 +157,43 @@ def test_taking_tokens_back_leads_to_the_same_masks(grammars: Grammars, tokenize
                     mask.rollback(1)
 
 
+INT = {"type": "integer"}
+TEXT = {"type": "string"}
+# Schemas of which the compiler would ignore a part.
+UNREAD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"anyOf": [TEXT, INT], "minimum": 5}, "s.minimum"),
+    ({"properties": {"a": INT}, "anyOf": [{"required": ["a"]}]}, "s.properties"),
+    ({"$ref": "#/$defs/x", "minimum": 5, "$defs": {"x": INT}}, "s.minimum"),
+    ({"enum": ["abc"], "maxLength": 1}, "s.maxLength"),
+    ({"type": "string", "enum": ["a", 1]}, "s.type"),
+    ({"type": "string", "const": 5}, "s.type"),
+    ({"type": "integer", "anyOf": [TEXT]}, "s.type"),
+    ({**TEXT, "pattern": "^[a-z]+$", "maxLength": 2}, "s.maxLength"),
+    ({**TEXT, "format": "date", "pattern": "^2"}, "s.format"),
+    ({**TEXT, "format": "nope"}, "s.format"),
+    ({"type": "number", "multipleOf": 0.5}, "s.multipleOf"),
+    ({"minimum": 5}, "s.minimum"),
+    ({"items": {"maxLength": 5}}, "s.items.maxLength"),
+    ({"required": ["a"]}, "s.required"),
+    ({"patternProperties": {"^a": INT}, "properties": {"ab": TEXT}}, "s.patternProperties.^a"),
+)
+
+
+def test_what_is_refused_would_have_been_ignored(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """The compiler, unwatched, lets pass what the schemas forbid. When it no longer does, the refusals can go."""
+    for schema, text in (
+        ({"anyOf": [TEXT, INT], "minimum": 5}, "1"),
+        ({"enum": ["abc"], "maxLength": 1}, '"abc"'),
+        ({"type": "string", "const": 5}, "5"),
+        ({**TEXT, "pattern": "^[a-z]+$", "maxLength": 2}, '"abcd"'),
+        ({"type": "number", "multipleOf": 0.5}, "0.3"),
+        ({"minimum": 5}, "1"),
+    ):
+        args = (json.dumps(schema), True, None, None, True, 8, False)
+        native = grammars._matcher(grammars._compiler.compile_json_schema(*args), None, False, -1, None)
+        assert all(native.accept_token(id, False) for id in tokenizer.encode(text)), schema
+
+
 @pytest.mark.parametrize(
     ("format", "path"),
     [
@@ -152,6 +202,7 @@ def test_taking_tokens_back_leads_to_the_same_masks(grammars: Grammars, tokenize
         (JsonSchema(schema={"$ref": "http://x/y"}, path="s"), "s.$ref"),
         (JsonSchema(schema={"allOf": [{}, {}]}, path="s"), "s.allOf"),
         (JsonSchema(schema={"type": "what"}, path="s"), "s"),
+        *((JsonSchema(schema=schema, path="s"), where) for schema, where in UNREAD),
         (JsonSchema(schema=[], path="s"), "s"),
         (Regex(pattern="(", path="r"), "r"),
         (Ebnf(text="root ::= ", path="g"), "g"),
