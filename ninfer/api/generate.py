@@ -105,7 +105,7 @@ class Run:
     async def parts(self, timeout_s: float | None = None) -> list[Part]:
         """All that has come, after waiting for some. Empty: nothing came in time. Raises what a reply failed with."""
         await self._wait(timeout_s)
-        found = []
+        found: list[Part] = []
         while self._inbox:
             if found and _failure(self._inbox[0][1]) is not None:
                 break  # what came before it is told first
