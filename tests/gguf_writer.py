@@ -1,4 +1,4 @@
-"""Checkpoints as GGUF files, with what converters do to the tensors: the inverse of ninfer/artifacts/names.py, written
+"""Checkpoints as GGUF files, with what converters do to the tensors: the inverse of ninfer/artifacts/names, written
 from the format's description and through the gguf package, so that a mistake there does not cancel out here.
 """
 

@@ -13,7 +13,7 @@ from ninfer.artifacts.artifact import Parameter
 from ninfer.artifacts.convert import Matrix, Plan, vector_values
 from ninfer.artifacts.drafters import context_aliases
 from ninfer.artifacts.logical import EMBEDDING, EMBEDDING_ROWS, Tensor, inputs_of, is_tabled
-from ninfer.artifacts.names import tiled_columns
+from ninfer.artifacts.names.delta import tiled_columns
 from ninfer.artifacts.ninfer_formats import CONTIGUOUS, names_of
 from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, Sink, pieces_of, raw_object
 from ninfer.errors import ArtifactError, UsageError

@@ -17,7 +17,9 @@ from attrs import frozen
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, check_extents
 from ninfer.artifacts.mapped import MappedFile
-from ninfer.artifacts.names import Metadata, Rule, architecture
+from ninfer.artifacts.names import architecture
+from ninfer.artifacts.names.metadata import Metadata
+from ninfer.artifacts.names.table import Rule
 from ninfer.errors import ArtifactError
 from ninfer.formats.quant import QuantFormat, align_up, by_ggml
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ninfer.artifacts.logical import EMBEDDING_ROWS, Tensor, inputs_of
-from ninfer.artifacts.names import tiled_columns
+from ninfer.artifacts.names.delta import tiled_columns
 from ninfer.artifacts.ninfer_directory import POLICIES, Use
 from ninfer.artifacts.ninfer_formats import check_words
 from ninfer.artifacts.ninfer_v3 import NinferFile

@@ -1,17 +1,15 @@
-"""Model families, in one visible tuple. A new one is a file beside this one and an entry here."""
+"""Model families: every file beside this one that has a FAMILY is one; a new one is such a file and nothing else."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from ninfer.models.family import Config, Family, ModelSpec
 from ninfer.models.family import identify as _identify
-from ninfer.models.gemma3 import GEMMA3
-from ninfer.models.gemma4 import GEMMA4
-from ninfer.models.llama import LLAMA
-from ninfer.models.qwen3_5 import QWEN3_5
-from ninfer.models.qwen3_5_moe import QWEN3_5_MOE
-from ninfer.models.qwen3_next import QWEN3_NEXT
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GEMMA3, GEMMA4)
+_MODULES = [import_module(f"{__name__}.{m.name}") for m in iter_modules(__path__)]
+FAMILIES: tuple[Family, ...] = tuple(m.FAMILY for m in _MODULES if hasattr(m, "FAMILY"))
 
 
 def identify(config: Config) -> tuple[Family, ModelSpec]:

@@ -171,4 +171,4 @@ def parse(config: Config) -> Gemma3Spec:
     )
 
 
-GEMMA3 = Family("gemma3", ("gemma3", "gemma3_text"), ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), parse)
+FAMILY = Family("gemma3", ("gemma3", "gemma3_text"), ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), parse)

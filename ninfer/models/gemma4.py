@@ -206,4 +206,4 @@ def parse(config: Config) -> Gemma4Spec:
     )
 
 
-GEMMA4 = Family("gemma4", ("gemma4", "gemma4_text"), ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), parse)
+FAMILY = Family("gemma4", ("gemma4", "gemma4_text"), ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), parse)

@@ -80,4 +80,4 @@ def parse(config: Config) -> LlamaSpec:
     )
 
 
-LLAMA = Family("llama", ("llama",), ("LlamaForCausalLM",), parse)
+FAMILY = Family("llama", ("llama",), ("LlamaForCausalLM",), parse)

@@ -284,7 +284,7 @@ def _check_mrope(f: Fields, rotary_dim: int) -> None:
         rope.fail("mrope_section", f"but its numbers must add up to {rotary_dim // 2}, half of the rotary dimensions")
 
 
-QWEN3_5 = Family(
+FAMILY = Family(
     "qwen3_5",
     ("qwen3_5", "qwen3_5_text"),
     ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),

@@ -42,7 +42,7 @@ def parse(config: Config) -> Qwen35MoeSpec:
     return Qwen35MoeSpec(**parse_common(f), intermediate_size=mixture.inner, mixture=mixture)
 
 
-QWEN3_5_MOE = Family(
+FAMILY = Family(
     "qwen3_5_moe",
     ("qwen3_5_moe", "qwen3_5_moe_text"),
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),

@@ -43,4 +43,4 @@ def parse(config: Config) -> Qwen3NextSpec:
     return Qwen3NextSpec(**parse_common(f), intermediate_size=mixture.inner, mixture=mixture)
 
 
-QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), ("Qwen3NextForCausalLM",), parse)
+FAMILY = Family("qwen3_next", ("qwen3_next",), ("Qwen3NextForCausalLM",), parse)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from ninfer.artifacts import names, open_artifact
+from ninfer.artifacts import open_artifact
 from ninfer.artifacts.artifact import Parameter
 from ninfer.artifacts.gguf import GgufArtifact, GgufFile
+from ninfer.artifacts.names.delta import out_columns
 from ninfer.errors import ArtifactError
 from ninfer.formats.quant import by_name
 from tests.artifacts import files
@@ -135,7 +136,7 @@ def test_out_columns_of_whole_blocks_are_moved():
     x = np.random.default_rng(0).standard_normal((3, 6 * 64)).astype(np.float32)
     tiled = x.reshape(3, 2, 3, 64).swapaxes(1, 2).reshape(3, -1)  # grouped -> tiled, as the converter does
     fmt = by_name("q4_0")
-    p = names.out_columns(Parameter("w", tiled.shape, fmt, fmt.pack(tiled)), config)
+    p = out_columns(Parameter("w", tiled.shape, fmt, fmt.pack(tiled)), config)
     assert np.array_equal(p.raw, fmt.pack(x))
 
 
@@ -247,8 +248,8 @@ HEADER_CASES = [
     ([ARCH], [files.tensor("t", [1 << 40, 1 << 40, 1 << 40], 0, 0)], "it is incomplete: download it again"),
     ([ARCH], [files.tensor("t", [4], 0, 1 << 62)], "it is incomplete: download it again"),
     ([ARCH], [files.tensor("s", [16], 0, 0), files.tensor("t", [4], 0, 32)], "tensors 's' and 't' overlap"),
-    ([], [], "no metadata key general.architecture; supported architectures are llama, qwen35"),
-    ([files.key("general.architecture", 8, files.string("rwkv"))], [], "'rwkv' is not supported; supported are llama"),
+    ([], [], "no metadata key general.architecture; supported architectures are gemma3, gemma4, llama"),
+    ([files.key("general.architecture", 8, files.string("rwkv"))], [], "'rwkv' is not supported; supported are gemma3"),
     ([ARCH], [files.tensor("t", [4], 0, 0)], "llama.attention.head_count is missing: the file is not a complete model"),
 ]  # fmt: skip
 

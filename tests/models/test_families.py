@@ -16,9 +16,7 @@ from ninfer.artifacts import TensorInfo, open_artifact
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.formats.quant import by_name
-from ninfer.models import FAMILIES, identify
-from ninfer.models.llama import LLAMA
-from ninfer.models.qwen3_5 import QWEN3_5
+from ninfer.models import FAMILIES, identify, llama, qwen3_5
 from ninfer.runtime.runner import state_types
 from ninfer.runtime.weights import bind_weights
 from tests.checkpoints import DATA
@@ -32,9 +30,9 @@ def config(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_families_are_told_apart() -> None:
-    assert identify(config("llama"))[0] is LLAMA
-    assert identify(config("qwen3_5_dense"))[0] is QWEN3_5
-    assert identify(config("llama", architectures="absent"))[0] is LLAMA
+    assert identify(config("llama"))[0] is llama.FAMILY
+    assert identify(config("qwen3_5_dense"))[0] is qwen3_5.FAMILY
+    assert identify(config("llama", architectures="absent"))[0] is llama.FAMILY
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,9 @@ def test_families_are_told_apart() -> None:
     ids=str,
 )
 def test_another_architecture_is_refused_with_the_supported_ones(changes: Mapping[str, Any]) -> None:
-    with pytest.raises(ArtifactError, match=r"is not supported; supported are llama \(LlamaForCausalLM\); qwen3_5 \("):
+    with pytest.raises(
+        ArtifactError, match=r"is not supported; supported are gemma3 \(.*; llama \(LlamaForCausalLM\); qwen3_5 \("
+    ):
         identify(config("llama", **changes))
 
 
