@@ -275,6 +275,7 @@ class ServeConfig:
         default=(),
     )
     default_graft: str | None = flag("the graft of requests that name none", value="NAME")
+    slot_save_path: Path | None = flag("a folder for sessions saved by POST /slots", Path, value="DIR")
     host: str = flag("address to listen on", value="HOST", default="127.0.0.1")
     port: int = flag("port to listen on; 0: any free one", whole(0, 65535), default=8080)
     api_keys: tuple[str, ...] = flag(
@@ -297,6 +298,8 @@ class ServeConfig:
     def __attrs_post_init__(self) -> None:
         if self.default_graft and self.default_graft not in (g.partition("=")[0] for g in self.grafts):
             raise UsageError(f"--default-graft {self.default_graft}: no --graft has this name")
+        if self.slot_save_path is not None and self.engine.no_prefix_reuse:
+            raise UsageError("--slot-save-path: sessions are kept by the prefix cache; leave out --no-prefix-reuse")
 
     def all_api_keys(self) -> tuple[str, ...]:
         """Those given and those in the file. Raises UsageError when the file cannot be read or has none."""

@@ -15,7 +15,17 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard, Message, Scope
 
-from ninfer.api import anthropic, llamacpp, openai_chat, openai_completions, pages, rerank, responses_routes, status
+from ninfer.api import (
+    anthropic,
+    llamacpp,
+    openai_chat,
+    openai_completions,
+    pages,
+    rerank,
+    responses_routes,
+    slots,
+    status,
+)
 from ninfer.api.ask import Head
 from ninfer.api.errors import Dialect, Unauthorized, handle, request_id
 from ninfer.api.fields import decode
@@ -58,6 +68,7 @@ def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig, log: Re
         post_thinking=config.post_thinking.fields(),
         grafts=loaded.grafts,
         default_graft=config.default_graft,
+        slot_save_path=config.slot_save_path,
         max_replies=config.engine.max_concurrency + config.engine.max_pending_requests,
         max_pending=config.engine.max_pending_requests,
         memory=loaded.memory,
@@ -81,6 +92,7 @@ def application(serving: Serving, config: ServeConfig, *, on_shutdown: Sequence[
             *llamacpp.routes(serving),
             *responses_routes.routes(serving, responses),
             *rerank.routes(serving),
+            *slots.routes(serving),
             *status.routes(serving),
             *pages.routes(chat=config.webui),
         ],

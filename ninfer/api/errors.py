@@ -41,6 +41,18 @@ class MethodNotAllowed(NinferError):
     """The route exists for other methods."""
 
 
+class Conflict(NinferError):
+    """What is asked does not go with what is there now."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Disabled(NinferError):
+    """The server was started without it."""
+
+
 class Dialect(Enum):
     OPENAI = "openai"  # llama.cpp's too
     ANTHROPIC = "anthropic"
@@ -65,6 +77,8 @@ _TABLE: Mapping[type[Exception], _Row] = {
     NotFound: _Row((404, _INVALID, "not_found"), (404, "not_found_error")),
     UnknownModel: _Row((404, _INVALID, "model_not_found"), (404, "not_found_error")),
     MethodNotAllowed: _Row((405, _INVALID, "method_not_allowed"), (405, _INVALID)),
+    Conflict: _Row((409, _INVALID, None), (409, _INVALID)),
+    Disabled: _Row((501, "not_supported_error", "slot_persistence_disabled"), (501, "api_error")),
     BodyTooLarge: _Row((413, _INVALID, "request_too_large"), (413, "request_too_large")),
     Cancelled: _Row((499, "request_cancelled", "client_disconnected"), (499, "api_error")),
     Overloaded: _Row((429, "rate_limit_error", "server_overloaded"), (529, "overloaded_error")),
@@ -90,7 +104,7 @@ def render(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered
     headers = {}
     if isinstance(error, Overloaded | QueueTimeout | EngineUnavailable):
         headers["retry-after"] = str(max(1, round(getattr(error, "retry_after_s", 2.0))))
-    if row is _TABLE[Exception] or isinstance(error, RequestTimeout):
+    if row is _TABLE[Exception] or isinstance(error, RequestTimeout | Conflict | Disabled):
         headers[_OWN] = "false"
     numbers = {}
     if isinstance(error, ContextTooLong):
@@ -101,7 +115,7 @@ def render(error: Exception, dialect: Dialect, request_id: str = "") -> Rendered
         return Rendered(status, body, headers)
     status, kind, code = row.openai
     param = error.path if isinstance(error, BadRequest) else None
-    if isinstance(error, BadRequest) and error.code is not None:
+    if isinstance(error, BadRequest | Conflict) and error.code is not None:
         code = error.code
     return Rendered(
         status, {"error": {"message": message, "type": kind, "param": param, "code": code, **numbers}}, headers

@@ -11,7 +11,7 @@ from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 
 from ninfer.api.ask import Ask, Head, Prompt
-from ninfer.api.common import MAX_LOGPROBS, NO_STORE, SAMPLING, chat, plain_sampling, plains, stops, timings
+from ninfer.api.common import MAX_LOGPROBS, SAMPLING, chat, plain_sampling, plains, stops, timings
 from ninfer.api.errors import Dialect
 from ninfer.api.fields import Value, boolean, decode, integer, number, text
 from ninfer.api.formats import one_format
@@ -170,6 +170,7 @@ class Stream(Teller):
             "has_new_line": self._new_line,
             "truncated": False,
             "model": self.head.model,
+            "id_slot": -1 if t.slot is None else t.slot,
             "timings": timings(t),
             **self._probabilities(logprobs),
         }
@@ -247,11 +248,7 @@ def routes(serving: Serving) -> tuple[HTTPRouteHandler, ...]:
     def props() -> dict[str, Any]:
         return properties(serving)
 
-    @get("/slots", sync_to_thread=False, response_headers=NO_STORE)
-    def slots() -> list[dict[str, Any]]:
-        return [dict(slot) for slot in serving.client.stats().slots]
-
-    return tokenize, detokenize, apply_template, props, slots
+    return tokenize, detokenize, apply_template, props
 
 
 def properties(serving: Serving) -> dict[str, Any]:

@@ -147,11 +147,13 @@ class Stream(Teller):
     def whole(self, prompts: Sequence[Prompt], replies: Sequence[Part]) -> dict[str, Any]:
         for reply in replies:
             self.tally.add(reply)
+        slot = self.tally.timings.slot
         return {
             **self._frame("chat.completion"),
             "choices": [self._choice(reply) for reply in replies],
             "usage": usage(self.tally),
             "timings": timings(self.tally.timings),
+            **({} if slot is None else {"id_slot": slot}),
         }
 
     def _choice(self, reply: Part) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
@@ -36,6 +37,7 @@ class Serving:
     post_thinking: Mapping[str, float] | None = None  # what flags say of answers behind reasoning; None: nothing
     grafts: Mapping[str, Graft] = field(factory=dict)
     default_graft: str | None = None
+    slot_save_path: Path | None = None
     max_replies: int = 128
     max_pending: int = 16
     timeout_s: float | None = None  # of a whole request

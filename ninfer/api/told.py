@@ -127,6 +127,7 @@ class Tally:
             decode_s=max(sum.decode_s, one.decode_s),
             num_drafted_tokens=sum.num_drafted_tokens + one.num_drafted_tokens,
             num_accepted_tokens=sum.num_accepted_tokens + one.num_accepted_tokens,
+            slot=one.slot if self.num_replies == 1 else None,
         )
 
     @property

@@ -232,6 +232,15 @@ def open_request_log(config: ServeConfig) -> RequestLog | None:
     )
 
 
+def make_slot_folder(path: Path | None) -> None:
+    """Raises UsageError."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--slot-save-path: cannot use {path}: {error.strerror}; choose another folder") from None
+
+
 def load_engine(
     config: ServeConfig, console: Console, log: RequestLog | None = None
 ) -> tuple[Engine, Callable[[AsyncEngineClient], App]]:
@@ -263,6 +272,7 @@ def body(argv: Sequence[str]) -> int:
     console = Console()
     console.report("ninfer", version())
     log = open_request_log(config)
+    make_slot_folder(config.slot_save_path)
     console.report("listen", f"{url(sock)}  {len(keys)} keys")
     if not keys and sock.getsockname()[0] not in ("127.0.0.1", "::1"):
         console.report("warning", f"--host {config.host} lets other machines in, and no key is asked: give --api-key")

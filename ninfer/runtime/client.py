@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 from ninfer.runtime.engine import Engine
 from ninfer.runtime.request import Delta, EngineStats, GenerateRequest
 from ninfer.runtime.sequence import Failed
+from ninfer.runtime.slots import Slots
+
+T = TypeVar("T")
 
 DRAIN_POLL_S = 0.02
 
@@ -53,6 +57,10 @@ class AsyncEngineClient:
         finally:
             del self._queues[request.id]
             self._engine.cancel(request.id)  # a no-op once it is done
+
+    async def act(self, action: Callable[[Slots], T]) -> T:
+        """Do something with the sessions of slots between two steps. Raises what it raises, and EngineUnavailable."""
+        return await asyncio.wrap_future(self._engine.act(action))
 
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, let what runs and waits finish for so long, then end it with EngineUnavailable."""

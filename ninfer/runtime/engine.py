@@ -1,8 +1,8 @@
 """The engine: takes requests, asks the scheduler for the next step, runs it, and says what each request got.
 
-Everything but `submit`, `cancel`, `stats`, `refuse` and `close` belongs to one thread: the engine's own after `start`,
-or the caller's who drives `step` by hand. What those five do reaches it as commands. A step is committed before it is
-published; a request's last delta is its only one with `finish`, and by then its slot and pages are free.
+Everything but `submit`, `cancel`, `act`, `stats`, `refuse` and `close` belongs to one thread: the engine's own after
+`start`, or the caller's who drives `step` by hand. What those six do reaches it as commands. A step is committed before
+it is published; a request's last delta is its only one with `finish`, and by then its slot and pages are free.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import field, frozen
@@ -38,8 +39,11 @@ from ninfer.runtime.kv.setup import page_source
 from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateRequest, TokenMask, TokenOut
 from ninfer.runtime.scheduler import Part, Scheduler, Step, StepKind
 from ninfer.runtime.sequence import SEED_MASK, Failed, Phase, Sequence, Sink, draws_of
+from ninfer.runtime.slots import Slots
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_QUEUE_SHOWN = 16
 SERVICE_MEMORY = 0.8  # weight of the past in the mean time that a request takes
@@ -64,7 +68,15 @@ class _Abort:
     done: threading.Event = field(factory=threading.Event)
 
 
-_Command = _Submit | _Cancel | _Abort
+@frozen
+class _Act:
+    """Do this between steps."""
+
+    action: Callable[[Slots], Any]
+    result: Future[Any] = field(factory=Future)
+
+
+_Command = _Submit | _Cancel | _Abort | _Act
 
 
 class Engine:
@@ -91,6 +103,7 @@ class Engine:
         )
         source = self.scheduler.source
         self._cache = source if isinstance(source, ContextCache) else None
+        self._sessions = Slots(self.scheduler.slots, self._cache, getattr(runner, "fingerprint", "model"))
         self._max_pending = config.max_pending_requests
         self._pending_timeout_s = config.pending_timeout_ms / 1000
         self._clock = clock
@@ -171,6 +184,15 @@ class Engine:
         """End a request at the next step boundary. A no-op for one that is done, or was never submitted."""
         self._commands.put(_Cancel(request_id))
 
+    def act(self, action: Callable[[Slots], T]) -> Future[T]:
+        """Do something with the sessions of slots, at the next step boundary. Raises EngineUnavailable."""
+        command = _Act(action)
+        with self._lock:
+            if self._refusal is not None:
+                raise EngineUnavailable(self._refusal)
+            self._commands.put(command)
+        return command.result
+
     def refuse(self, reason: str) -> None:
         """Admit no more requests. Those submitted go on."""
         with self._lock:
@@ -219,10 +241,12 @@ class Engine:
         return tuple((seq.request.id, max(0.0, now - seq.arrived_s)) for seq in waiting[:MAX_QUEUE_SHOWN])
 
     def _slot_stats(self, slot: int, seq: Sequence | None) -> Mapping[str, object]:
-        idle = {"id": slot, "is_processing": seq is not None, "n_ctx": self.context_len}
+        told = {"id": slot, "is_processing": seq is not None, "n_ctx": self.context_len}
+        told["speculative"] = self.speculation is not None
         if seq is None:
-            return idle
-        return idle | {
+            return {**told, **self._sessions.stats(slot)}
+        return {
+            **told,
             "request_id": seq.request.id,
             "phase": seq.phase.value,
             "n_prompt_tokens": seq.prompt_len,
@@ -310,6 +334,17 @@ class Engine:
                 self._fail_requests(list(self._live.values()), error)
                 self._stopped |= stop
                 done.set()
+            case _Act(action, result):
+                self._act(action, result)
+
+    def _act(self, action: Callable[[Slots], Any], result: Future[Any]) -> None:
+        if self._failure is not None:
+            result.set_exception(EngineUnavailable(self._failure))
+        elif result.set_running_or_notify_cancel():
+            try:
+                result.set_result(action(self._sessions))
+            except Exception as error:
+                result.set_exception(error)
 
     def _expire(self) -> bool:
         """All wait equally long at most, so those who have waited too long are at the head."""
@@ -537,6 +572,7 @@ class Engine:
         self._post(seq, delta)
         if self._cache is not None and reason is not FinishReason.ERROR and seq.slot >= 0:
             self._cache.finish(seq)
+            self._sessions.note(seq)
         self._free(seq)
 
     def _fail_requests(self, seqs: Iterable[Sequence], error: NinferError) -> None:
@@ -577,6 +613,7 @@ class Engine:
         with self._lock:
             self._refusal = f"the engine has failed: {reason}"
         self._fail_requests(list(self._live.values()), EngineUnavailable(self._refusal))
+        self._drain_commands()  # nobody else would tell those who wait for an action
         self._publish()
 
     def _post(self, seq: Sequence, delta: Delta) -> None:

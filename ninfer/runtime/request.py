@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from attrs import field, frozen
+
+T = TypeVar("T")
 
 
 @frozen(kw_only=True)
@@ -95,6 +97,7 @@ class Timings:
     decode_s: float = 0.0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    slot: int | None = None  # that it ran in
 
 
 @frozen(kw_only=True)
@@ -163,5 +166,8 @@ class EngineClient(Protocol):
 
         Closing the iterator (or cancelling the task that runs it) cancels the request.
         """
+
+    async def act(self, action: Callable[[Any], T]) -> T:
+        """Do something with the engine's Slots (runtime/slots.py) between two steps."""
 
     def stats(self) -> EngineStats: ...

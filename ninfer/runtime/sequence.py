@@ -89,6 +89,7 @@ class Sequence:
             decode_s=now - prefilled,
             num_drafted_tokens=self.num_drafted,
             num_accepted_tokens=self.num_accepted,
+            slot=self.slot if self.slot >= 0 else None,
         )
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import httpx
@@ -28,6 +28,7 @@ from ninfer.runtime.request import Delta, EngineStats, FinishReason, GenerateReq
 from ninfer.text.chat import ChatTemplate
 from ninfer.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 MODEL = "toy/model-1"
 SPECIAL = ("<|end|>", "<|turn|>")
 MARKUP = ("<think>", "</think>")
@@ -130,6 +131,9 @@ class FakeClient:
             prefill_s=0.5,
             decode_s=0.25,
         )
+
+    async def act(self, action: Callable[[Any], T]) -> T:
+        raise NotImplementedError
 
     def stats(self) -> EngineStats:
         return self.stats_now

@@ -17,7 +17,14 @@ ASKS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi", "chat_template_kwargs": {"enable_thinking": True}},
     "/v1/messages": {"messages": HI, "thinking": {"type": "enabled", "budget_tokens": 2000}},
 }
-NAMED = {"temperature": 0.4, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1}
+NAMED: dict[str, Any] = {
+    "temperature": 0.4,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.1,
+    "presence_penalty": 1,
+    "frequency_penalty": -1,
+}
 
 
 def asked(server: Server, path: str = "/v1/chat/completions", **fields: Any) -> Switch | None:

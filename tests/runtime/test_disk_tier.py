@@ -20,6 +20,7 @@ from ninfer.runtime.kv import disk as disk_module
 from ninfer.runtime.kv.disk import DiskTier
 from ninfer.runtime.kv.prefix import ROOT, Chunk
 from ninfer.runtime.kv.tiers import Image, StoredPage, image_of
+from tests.checkpoints import TINY_GGUF
 
 SIZE = 20_000
 
@@ -218,3 +219,28 @@ def test_a_kill_at_any_point_loses_nothing_written_and_invents_nothing(tmp_path:
         assert tier.num_bad == 0 and not list(tmp_path.rglob("*.tmp"))
         tier.close()
         written = last + 1
+
+
+FINGERPRINT = """
+from ninfer.config import EngineConfig
+from ninfer.runtime.load import _fingerprint, open_model
+for changes in ({{}}, {{"kv_dtype": "int8"}}, {{"gdn_state_fp16": True}}, {{"rope_yarn": 2.0}}):
+    config = EngineConfig(model={model!r}, **changes)
+    print(_fingerprint(open_model(config, tokenizer_needed=False), config))
+"""
+
+
+def test_a_model_has_one_folder_whatever_process_asks() -> None:
+    """A set's order is drawn by each process anew."""
+    script = FINGERPRINT.format(model=str(TINY_GGUF))
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and len(set(told[0])) == 4

@@ -30,7 +30,7 @@ from tests.graft_writer import random_state, write_graft
 from tests.runtime.fake_runner import config, tokens
 
 MODEL = DATA / "qwen3_5_dense"  # delta, delta, delta, attention
-SIZES = {"rows": 256, "seqs": 4, "pages_each": 6}
+SIZES: dict[str, Any] = {"rows": 256, "seqs": 4, "pages_each": 6}
 REST = tuple(range(5, 40))
 
 

@@ -203,6 +203,43 @@ class ContextCache:
         if self.disk is not None:
             self._write_through(self.disk, live, parts[: end // PAGE])
 
+    # For saved sessions
+
+    def find_page(self, chunk: Chunk) -> StoredPage | None:
+        """A whole page, wherever it is; its parent is of no account here."""
+        page = self.index.page_of(chunk)
+        return self._stored_page(chunk) if page is None else StoredPage(chunk, ROOT, self._store.read_page(page))
+
+    def settle(self) -> None:
+        """Wait until all that was read is there."""
+        self._store.settle()
+
+    def images_at(self, parts: Sequence[Chunk], whole: int, following: tuple[int, ...]) -> list[Image]:
+        """Images after `whole` pages of a chain whose next tokens are `following`."""
+        key = parts[whole - 1].key if whole else ROOT
+        found = (i for tier in self._tiers for i in tier.images(key))
+        fits = [i for i in found if i.depth == whole and i.num_tokens and i.tail == following[: len(i.tail)]]
+        return list({i.tail: i for i in reversed(fits)}.values())  # the nearest tier's
+
+    def erase(self, tokens: Sequence[int]) -> int:
+        """Forget a chain from its end, up to where others continue it or use it. Returns the tokens forgotten."""
+        parts = list(chunks(tokens))
+        keeping = (self.images, self.host) if self.disk is None else (self.images, self.host, self.disk)
+        if self.disk is not None:
+            self.disk.flush()
+        if len(tokens) % PAGE:
+            self.index.drop(parts[-1])
+        for whole in range(len(tokens) // PAGE, 0, -1):
+            part, following = parts[whole - 1], parts[whole].tokens if whole < len(parts) else ()
+            gone = self.index.drop(part)
+            for tier in keeping:
+                tier.drop(part.key, following, page=gone)
+            if not gone:
+                return len(tokens) - whole * PAGE
+        for tier in keeping:
+            tier.drop(ROOT, tuple(tokens[:PAGE]), page=False)
+        return len(tokens)
+
     def close(self) -> None:
         """Wait for what is being written."""
         if self.disk is not None:

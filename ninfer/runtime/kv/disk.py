@@ -34,7 +34,7 @@ from ninfer.errors import UsageError
 from ninfer.ir.step import PAGE
 from ninfer.runtime.kv.prefix import Chunk, Key
 from ninfer.runtime.kv.store import Bytes
-from ninfer.runtime.kv.tiers import Image, ImageBytes, StoredPage
+from ninfer.runtime.kv.tiers import Image, ImageBytes, StoredPage, is_own
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,13 @@ class DiskTier:
             file = self._files.get(name)
             if name[1] is not None and file is not None:
                 yield Image(key, file.meta.depth, name[1], file.nbytes, partial(self._image_bytes, name))
+
+    def drop(self, key: Key, following: tuple[int, ...], *, page: bool) -> None:
+        with self._lock:
+            names = list(self._by_key.get(key, ()))
+        for name in names:
+            if page if name[1] is None else is_own(name[1], following, page):
+                self._forget(name, unlink=True)
 
     def _image_bytes(self, name: Name) -> ImageBytes | None:
         found = self._read(name)

@@ -213,6 +213,22 @@ class PrefixIndex:
             freed += 1
         return freed
 
+    def page_of(self, chunk: Chunk) -> int | None:
+        """Where a known page is."""
+        entry = self._entries.get(chunk.key)
+        return entry.page if entry is not None and entry.chunk == chunk else None
+
+    def drop(self, chunk: Chunk) -> bool:
+        """Free a page without telling anyone. False: it is in use, or something continues it; True also if unknown."""
+        entry = self._entries.get(chunk.key)
+        if entry is None or entry.chunk != chunk:
+            return True
+        if entry.children or entry.page not in self._idle:
+            return False
+        del self._idle[entry.page]
+        self._remove(entry)
+        return True
+
     def clear(self) -> None:
         """Forget everything idle."""
         self.evict(len(self._idle))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from hashlib import sha256
+from typing import Any
+
+import attrs
+import numpy as np
 
 from ninfer.config import EngineConfig
 from ninfer.runtime.batch import ModelRunner
@@ -35,4 +39,20 @@ def page_source(pages: Pages, runner: ModelRunner, config: EngineConfig) -> Page
 
 def fingerprint(facts: Mapping[str, object]) -> str:
     """A folder's name for everything that changes what cached bytes mean."""
-    return sha256("\n".join(f"{k}={facts[k]}" for k in sorted(facts)).encode()).hexdigest()[:24]
+    return sha256(stable(facts).encode()).hexdigest()[:24]
+
+
+def stable(value: object) -> str:
+    """A value as text that is the same in every process: sets have an order of their own in each."""
+    if isinstance(value, np.ndarray):
+        return sha256(value.tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(sorted(f"{stable(k)}:{stable(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, Set):
+        return "{" + ",".join(sorted(map(stable, value))) + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ",".join(map(stable, value)) + ")"
+    kind: Any = type(value)
+    if attrs.has(kind):
+        return str(kind.__name__) + stable({a.name: getattr(value, a.name) for a in attrs.fields(kind)})
+    return repr(value)

@@ -72,6 +72,11 @@ class Tier(Protocol):
     def stats(self) -> dict[str, object]: ...
 
 
+def is_own(tail: tuple[int, ...], following: tuple[int, ...], page: bool) -> bool:
+    """Whether an image goes with a chain that is forgotten: `following` comes after its page, which goes if `page`."""
+    return page if not tail else tail == following[: len(tail)]
+
+
 class HostTier:
     """Pages that the device's pool gave up, least recently used first to go.   capacity_bytes 0: keeps nothing."""
 
@@ -97,6 +102,12 @@ class HostTier:
         while self.used_bytes > self.capacity_bytes:
             _, gone = self._pages.popitem(last=False)
             self.used_bytes -= gone.nbytes
+
+    def drop(self, key: Key, following: tuple[int, ...], *, page: bool) -> None:
+        """Forget what is kept at a page of a chain, as is_own says."""
+        found = self._pages.pop(key, None) if page else None
+        if found is not None:
+            self.used_bytes -= found.nbytes
 
     def has_page(self, key: Key) -> bool:
         return key in self._pages
@@ -176,6 +187,11 @@ class ImageTier:
             self.used_bytes -= held.image.nbytes
             if not self._by_key[key]:
                 del self._by_key[key]
+
+    def drop(self, key: Key, following: tuple[int, ...], *, page: bool) -> None:
+        for tail in list(self._by_key.get(key, ())):
+            if is_own(tail, following, page):
+                self._drop(key, tail)
 
     def hit(self, image: Image) -> None:
         held = self._by_key.get(image.key, {}).get(image.tail)
