@@ -18,6 +18,7 @@ from ninfer.errors import ArtifactError, BadRequest
 
 THINK, END_THINK = "<think>", "</think>"
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+MAX_KNOWN_OPTIONS = 256  # clients choose them, and could fill the memory with new ones
 PROBE = ({"role": "user", "content": "hi"},)
 
 
@@ -113,6 +114,8 @@ class ChatTemplate:
             except BadRequest:
                 return False  # the request's own rendering will say why
             opener = asked.removeprefix(plain)
+            if len(self._opens_thinking) >= MAX_KNOWN_OPTIONS:
+                self._opens_thinking.clear()
             self._opens_thinking[key] = opener.rfind(self.tags.begin) > opener.rfind(self.tags.close)
         return self._opens_thinking[key]
 
