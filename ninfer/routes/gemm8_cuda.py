@@ -44,7 +44,10 @@ class Gemm8Places:
 
 
 def slices_turned(op: Op, types: Types) -> int:
-    """Slices of 64 columns whose values are turned together: what every matrix's tiles allow."""
+    """Slices of 64 columns whose values are turned together: what every matrix's tiles allow.
+
+    Of four slices the values that a lane holds are enough, 64; of fewer all are turned, across lanes.
+    """
     o = operands(op, types)
     most = [b.tiling.slices for b in bodies_of(o) if b.tiling] or [4]
     return next(s for s in (4, 2, 1) if s <= min(most) and (o.k % (SLICE * s) == 0 or s == 1))
@@ -59,10 +62,10 @@ def gemm8(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     x_scale = x + align_up(rows * k, 256)
     product = x_scale + align_up(4 * rows, 256)
     at = Gemm8Places(w_scale, x, x_scale, product, product + align_up(4 * rows * total, 256))
-    threads = 256 if k <= 8192 else 512
+    threads, slices = 256 if k <= 8192 else 512, slices_turned(op, types)
     workspace = base["a"]
     return {
-        **base, "at": at, "int8": True, "S": slices_turned(op, types), "threads": threads,
+        **base, "at": at, "int8": True, "S": slices, "across": slices < 4, "threads": threads,
         "pieces": -(-k // (8 * threads)), "direct": False,
         "b": workspace, "c": workspace, "a_offset": x, "b_offset": 0, "c_offset": product, "rows_pad": ROWS_PAD,
     }  # fmt: skip
