@@ -15,6 +15,7 @@ from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.types import Dim, Env, Sym, Types
 from ninfer.routes.grids_cpu import GRIDS, grid_source
 from ninfer.routes.route import Geometry, Route, Stage, Tuning
+from ninfer.routes.work_cpu import by_elements
 
 Product: TypeAlias = Linear | LinearAdd | LinearSwiglu
 
@@ -117,7 +118,8 @@ def _context(op: Product, types: Types, env: Env, tuning: Tuning) -> Mapping[str
         row = fmt.blocks_per_row(k) * (field.nbytes if field is not None and fmt.split else fmt.block_bytes)
         weights.append(
             {"fmt": fmt, "n": n, "arg": arg, "out": out, "codes": view, "first_unit": units, "first_panel": panels,
-             "panels": -(-n // panel_rows), "flags": flags, "next_panel": row * panel_rows, "next_row": row}
+             "panels": -(-n // panel_rows), "flags": flags, "next_panel": row * panel_rows, "next_row": row,
+             "lines": -(-8 * row // (64 * -(-k // 32)))}
         )  # fmt: skip
         if not (swiglu and len(weights) == 2):
             units += -(-n // 8)
@@ -166,8 +168,7 @@ def _by_macs(op: Product, types: Types, env: Env, tuning: Tuning) -> Geometry:
 
 
 def _by_rows(op: Product, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    rows, k = types[0].concrete(env)
-    return Geometry((max(1, min(rows, rows * k >> 14)), 1, 1))
+    return by_elements(types[0], env)
 
 
 def _workspace(op: Product, types: Types, env: Env, tuning: Tuning) -> int:
@@ -199,7 +200,7 @@ def _by_either(op: Product, types: Types, env: Env, tuning: Tuning) -> Geometry:
 
 F32_TUNINGS = ({"gb": 8, "nt": 4, "tb": 256},)
 ROW_TUNINGS = ({"nt": 4},)
-TILE_TUNINGS = ({"gb": 32, "nt": 4, "tb": 256},)
+TILE_TUNINGS = ({"gb": 32, "nt": 4, "tb": 256, "few": 32, "few_gb": 4},)
 FEW = 4  # rows up to which the kernel that reads weights once for four rows is faster
 
 
