@@ -10,6 +10,7 @@ from ninfer.routes import (
     elementwise_cuda,
     embed_cuda,
     experts_cuda,
+    fp4_cuda,
     gemm8_cuda,
     journal_cuda,
     linear_cuda,
@@ -25,7 +26,7 @@ from ninfer.routes.route import Route
 def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any], ...]:
     """For a GPU of so many multiprocessors.   opted: classes of accuracy that were asked for (Route.opt_in)."""
     return (
-        *(r for r in gemm8_cuda.ROUTES if r.opt_in in opted),
+        *(r for r in (*fp4_cuda.ROUTES, *gemm8_cuda.ROUTES) if r.opt_in in opted),
         *linear_cuda.routes(units),
         *norm_cuda.ROUTES,
         *rotated_cuda.ROUTES,

@@ -29,6 +29,7 @@ from ninfer.ir.types import Array, Env, TensorType, Types
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
 from ninfer.routes.digest import fresh
+from ninfer.routes.fp4_cuda import PREFILL_4BIT
 from ninfer.routes.gemm8_cuda import PREFILL_8BIT
 from ninfer.routes.lower import Lowering
 from ninfer.routes.measure import Bench
@@ -136,17 +137,19 @@ class Backend:
 
 def open_backend(config: EngineConfig, report: Report, progress: Progress) -> Backend:
     """--device: auto takes a GPU where there is one.   Raises DeviceError."""
-    opted = (PREFILL_8BIT,) if config.prefill_activations == "8bit" else ()
+    opted = {"8bit": (PREFILL_8BIT,), "4bit": (PREFILL_4BIT,)}.get(config.prefill_activations, ())
     if opted and config.deterministic:
         raise UsageError(
-            "--prefill-activations 8bit is for wide chunks only, so --deterministic, which computes every width alike, "
+            f"--prefill-activations {config.prefill_activations} is for wide chunks only, so --deterministic, which computes every width alike, "
             "excludes it: leave one of them out"
         )
     kind, _, index = config.device.partition(":")
     if kind == "auto":
         kind = "cuda" if _has_gpu() else "cpu"
     if opted and kind not in ("cuda", "cuda-sim"):
-        raise UsageError(f"--prefill-activations 8bit is for GPUs, not --device {kind}: leave it out")
+        raise UsageError(
+            f"--prefill-activations {config.prefill_activations} is for GPUs, not --device {kind}: leave it out"
+        )
     if kind == "cuda":
         backend = _cuda(int(index or 0), opted, report, progress)
     elif kind == "cuda-sim":

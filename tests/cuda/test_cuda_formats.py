@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ninfer.devices.base import DeviceInfo
 from ninfer.devices.cuda import features_of
 from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
-from ninfer.devices.nvrtc import ARCHITECTURES
+from ninfer.devices.nvrtc import ARCHITECTURES, compile_cubin, nvrtc_missing
 from ninfer.devices.plan import Launch
 from ninfer.formats.dtypes import I32
 from ninfer.formats.quant import FLOATS, FORMATS, QuantFormat, by_name, nvfp4
@@ -21,6 +21,7 @@ from ninfer.ir.ops.embed import Embed
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.types import Env, T, TensorType, Types, plain
+from ninfer.routes import fp4_cuda
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import layout_of
 from ninfer.routes.route import RouteRegistry
@@ -161,6 +162,71 @@ def test_embeddings_and_experts_read_the_formats(sim_programs: SimPrograms) -> N
 @pytest.mark.slow
 def test_experts_read_every_format(sim_programs: SimPrograms) -> None:
     check_cases(expert_cases([f for f in TILED if f is not nvfp4(2)], [2, 20]), sim_programs)
+
+
+FP4 = DeviceInfo("cuda", "fp4", "fp4", features_of("sm_120a"), "sm_120a", 100, 1 << 34)
+
+
+def as_fp4(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Each row in NVFP4 with a divisor of its own."""
+    fmt, out = by_name("nvfp4"), np.empty_like(x)
+    for i, row in enumerate(x):
+        rows = row[None].repeat(128, axis=0)
+        out[i] = fmt.unpack(fmt.pack(rows), rows.shape)[0]
+    return out
+
+
+def fp4_trials() -> Iterator[Trial]:
+    registry, env, fmt = RouteRegistry(fp4_cuda.ROUTES), Env(40, 1, 1), by_name("nvfp4")
+    for k in (512, 320):
+        (xt, x), (gt, gate), (ut, up) = (
+            cw.rows(T, 40, k, seed=3),
+            cw.matrix(fmt, 128, k),
+            cw.matrix(fmt, 128, k, seed=9),
+        )
+        rt, r = cw.rows(T, 40, 128, seed=8)
+        for op, types, arrays in (
+            (Linear(), (xt, gt), (x, gate)),
+            (Linear(), (xt, gt, ut), (x, gate, up)),
+            (LinearAdd(), (xt, gt, rt), (x, gate, r)),
+            (LinearSwiglu(), (xt, gt, ut), (x, gate, up)),
+        ):
+            for candidate in registry.candidates(op, types, env, FP4) if k == 512 else ():
+                yield Trial(Case(op, f"k{k}", types, arrays, env), candidate, env)
+            if k != 512:
+                yield Trial(Case(op, f"k{k}", types, arrays, env), registry.candidates(op, types, env, FP4)[-1], env)
+
+
+def test_four_bit_activations_are_multiplied_as_they_are_quantised(sim_programs: SimPrograms) -> None:
+    """Against products of activations that numpy has quantised: the cost of four bits is not in the tolerance."""
+    trials = list(fp4_trials())
+    compiled = sim_programs.addresses(
+        list({s.entry: sim_source(s) for t in trials for s, _ in sources(t) if s is not None}.values())
+    )
+    for trial in trials:
+        x, *others = trial.case.arrays
+        assert isinstance(x, np.ndarray)
+        want = [plain(y) for y in trial.case.op.reference((as_fp4(x.astype(np.float32)), *others))]
+        error = error_of(run(trial, want, 0, compiled), want)
+        assert error < 6e-3, f"{trial.id}: {error:.1e}"  # bf16 sums, twice through SwiGLU
+
+
+@pytest.mark.skipif(nvrtc_missing() is not None, reason=nvrtc_missing() or "")
+def test_four_bit_products_compile_for_their_card() -> None:
+    trial = next(fp4_trials())
+    for source, _ in sources(trial):
+        assert source is not None
+        assert compile_cubin(source, "sm_120a")[1].spill_bytes == 0
+
+
+def test_four_bit_activations_are_taken_only_where_they_were_asked_for() -> None:
+    case = next(fp4_trials()).case
+    for opted in ((), (fp4_cuda.PREFILL_4BIT,)):
+        registry = RouteRegistry(cuda_routes(FP4.units, opted=opted))
+        found = registry.candidates(case.op, case.types, case.env, FP4)
+        assert found and ("fp4" in found[0].id) == bool(opted)
+        decode = registry.candidates(case.op, case.types, Env(8, 1, 1), FP4)
+        assert decode and not any("fp4" in c.id for c in decode)
 
 
 def launcher(

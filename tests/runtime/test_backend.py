@@ -16,16 +16,20 @@ from ninfer.runtime.load import calibrate_model, load
 from ninfer.runtime.request import Sampling
 
 
-def config(device: str, model: str = "synthetic:llama-tiny", *, deterministic: bool = False) -> EngineConfig:
+def config(
+    device: str, model: str = "synthetic:llama-tiny", *, deterministic: bool = False, format: str | None = None
+) -> EngineConfig:
     return EngineConfig(
-        model=model, device=device, max_concurrency=2, prefill_chunk=16, max_context=128, threads=2,
+        format=format, model=model, device=device, max_concurrency=2, prefill_chunk=16, max_context=128, threads=2,
         deterministic=deterministic,
     )  # fmt: skip
 
 
-def run(device: str, *, deterministic: bool, forced: Sequence[int] = (), count: int = 8) -> tuple[list[Drawn], str]:
+def run(
+    device: str, *, deterministic: bool, forced: Sequence[int] = (), count: int = 8, format: str | None = None
+) -> tuple[list[Drawn], str]:
     """A prompt in two chunks and greedy draws, each after the draw before or after a forced id; and the plans."""
-    loaded = load(config(device, deterministic=deterministic))
+    loaded = load(config(device, deterministic=deterministic, format=format))
     runner, draw = loaded.runner, Draw(sampling=Sampling(temperature=0.0), seed=1, logprobs=1)
     runner.set_pages(0, 0, [0, 1])
     prompt, found = tuple(range(65, 85)), list[Drawn]()
@@ -41,13 +45,25 @@ def run(device: str, *, deterministic: bool, forced: Sequence[int] = (), count: 
     return found, text
 
 
-def test_the_simulated_gpu_gives_the_text_of_the_processor() -> None:
-    exact, _ = run("cpu", deterministic=True)
+@pytest.mark.parametrize(
+    "format",
+    [
+        None,
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("iq3_s/iq2_xs", "iq1_m/iq4_xs", "fp8_e4m3fn_row_bf16/mxfp8", "nvfp4/mxfp4", "q3_k/q2_0")
+        ),
+    ],
+)
+def test_the_simulated_gpu_gives_the_text_of_the_processor(format: str | None) -> None:
+    exact, _ = run("cpu", deterministic=True, format=format)
     ids = [d.token for d in exact]
-    on_gpu, plans = run("cuda-sim", deterministic=True)
+    on_gpu, plans = run("cuda-sim", deterministic=True, format=format)
     assert [d.token for d in on_gpu] == ids
     assert "fused" not in plans
-    fused, plans = run("cuda-sim", deterministic=False, forced=ids)  # 8-bit activations may turn a near tie
+    fused, plans = run(
+        "cuda-sim", deterministic=False, forced=ids, format=format
+    )  # 8-bit activations may turn a near tie
     assert "fused_attention" in plans and "fused_linear" in plans
     for mine, theirs in zip(fused, exact, strict=True):
         assert mine.logprob is not None and theirs.logprob is not None
