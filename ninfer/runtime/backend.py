@@ -140,8 +140,8 @@ def open_backend(config: EngineConfig, report: Report, progress: Progress) -> Ba
     opted = {"8bit": (PREFILL_8BIT,), "4bit": (PREFILL_4BIT,)}.get(config.prefill_activations, ())
     if opted and config.deterministic:
         raise UsageError(
-            f"--prefill-activations {config.prefill_activations} is for wide chunks only, so --deterministic, which computes every width alike, "
-            "excludes it: leave one of them out"
+            f"--prefill-activations {config.prefill_activations} is for wide chunks only, so --deterministic, which "
+            "computes every width alike, excludes it: leave one of them out"
         )
     kind, _, index = config.device.partition(":")
     if kind == "auto":
@@ -156,6 +156,9 @@ def open_backend(config: EngineConfig, report: Report, progress: Progress) -> Ba
         backend = _simulated(opted, report, progress)
     else:
         backend = _cpu(config, report, progress)
+    if PREFILL_4BIT in opted and "sm120a" not in backend.info.features:
+        raise UsageError(f"--prefill-activations 4bit needs an sm_120a card, which {backend.info.name} is not: "
+                         "8bit runs on every GPU")  # fmt: skip
     return evolve(backend, deterministic=config.deterministic)
 
 
