@@ -51,10 +51,10 @@ def parity(device: CudaDevice, only: str, separate: bool) -> list[str]:
             error = check(trial, lowering, run)
             route = trial.candidate.route.name
             worst[route] = max(worst.get(route, 0.0), error)
-        except Exception as error:  # a broken kernel must not hide the others
+        except Exception as raised:  # a broken kernel must not hide the others
             failed.append(trial.id)
-            print(f"FAILED {trial.id}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            if "CUDA_ERROR" in str(error) or "cudaError" in str(error):
+            print(f"FAILED {trial.id}: {type(raised).__name__}: {str(raised)[:300]}", flush=True)
+            if "CUDA_ERROR" in str(raised) or "cudaError" in str(raised):
                 print("the device context is lost; stopping", flush=True)
                 break
     for route, error in sorted(worst.items()):
@@ -119,7 +119,7 @@ def sample_chain(rows: int) -> tuple[Graph, Env, int]:
 def executable(device: CudaDevice, lowering: Lowering, g: Graph, env: Env) -> Any:
     plan = lowering.lower(g, env)
     rng = np.random.default_rng(0)
-    weights = {v.name: (rng.standard_normal(v.type.shape) * 0.1).astype(np.float32) for v in g.weights}
+    weights = {v.name: (rng.standard_normal(v.type.concrete(env)) * 0.1).astype(np.float32) for v in g.weights}
     memory = device.memory(weights, {n: v.type for n, v in g.states.items()}, env, plan.arena_bytes)
     for name, array in memory.states.items():
         if array.dtype == np.float32 and not name.startswith("bias"):

@@ -32,7 +32,8 @@ Body = dict[str, Any]
 
 
 def chat(rng: random.Random, n: int) -> tuple[str, Body]:
-    extra = rng.choice([{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["\n"]}])
+    extras: list[Body] = [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["\n"]}]
+    extra = rng.choice(extras)
     return "/v1/chat/completions", {"messages": _turns(rng), "max_tokens": n, **extra}
 
 
@@ -124,7 +125,7 @@ class Run:
             if response.status_code in (429, 529):
                 await response.aread()
                 return "429"
-            pieces = []
+            pieces: list[bytes] = []
             async for piece in response.aiter_bytes():
                 if not pieces:
                     self.first_s.append(time.monotonic() - begun)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,4 +139,4 @@ def _text(values: list[float], digits: int = 1) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -108,5 +108,7 @@ def runner(
     return made
 
 
-def part(tokens: Sequence[int], kv_len: int = 0, *, slot: int = 0, draw: Draw | None = None) -> SeqRows:
+def part(
+    tokens: Sequence[int] | NDArray[np.integer[Any]], kv_len: int = 0, *, slot: int = 0, draw: Draw | None = None
+) -> SeqRows:
     return SeqRows(slot=slot, kv_len=kv_len, tokens=tuple(int(t) for t in tokens), generated=False, draw=draw)

@@ -269,7 +269,8 @@ def _qwen35_values(name: str, x: NDArray[np.float32], c: Mapping[str, Any]) -> N
     order = np.array([(t % hk) * (hv // hk) + t // hk for t in range(hv)])  # grouped head at tiled place t
 
     def tiled(values: NDArray[np.float32]) -> NDArray[np.float32]:
-        return values.reshape(hv, -1, *values.shape[1:])[order].reshape(values.shape)
+        moved: NDArray[np.float32] = values.reshape(hv, -1, *values.shape[1:])[order].reshape(values.shape)
+        return moved
 
     keys = 2 * hk * c["linear_key_head_dim"]
     if name.endswith("A_log"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
 from ninfer.runtime.engine import Engine
@@ -35,7 +35,7 @@ class AsyncEngineClient:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Submit and iterate the deltas; the last has `finish`.
 
         Raises what Engine.submit raises, and QueueTimeout or EngineUnavailable if that comes before the first delta;

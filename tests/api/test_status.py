@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import openai
 import pytest
@@ -10,7 +12,13 @@ from ninfer.errors import NinferError
 from ninfer.runtime.request import DraftStats
 from tests.api.conftest import MODEL, FakeClient, Server, Start
 
-WORK = {"num_running": 1, "num_waiting": 2, "num_pages": 8, "num_free_pages": 6, "num_generated_tokens": 30}
+WORK: dict[str, Any] = {
+    "num_running": 1,
+    "num_waiting": 2,
+    "num_pages": 8,
+    "num_free_pages": 6,
+    "num_generated_tokens": 30,
+}
 
 
 def test_health_fails_with_the_engine_and_with_steps_that_never_end(server: Server) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from ninfer.formats.quant import QuantFormat, by_name
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 64, 4, 2, 16, 96, 40
-LLAMA_KEYS = {
+LLAMA_KEYS: dict[str, object] = {
     "general.architecture": "llama",
     "general.name": "tiny",
     "llama.block_count": 1,

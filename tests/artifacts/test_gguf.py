@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 import time
 import tracemalloc
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,14 @@ from ninfer.artifacts.artifact import Parameter
 from ninfer.artifacts.gguf import GgufArtifact, GgufFile
 from ninfer.artifacts.names.delta import out_columns
 from ninfer.errors import ArtifactError
-from ninfer.formats.quant import by_name
+from ninfer.formats.bits import F32Array
+from ninfer.formats.quant import QuantFormat, by_name
 from tests.artifacts import files
 
 DATA = Path(__file__).parent.parent / "data"
+Tensors = dict[str, tuple[F32Array, QuantFormat]]
+Keys = dict[str, Any]
+Change = Callable[[Tensors, Keys], None]
 
 
 def opened_fully(path: Path) -> None:
@@ -32,7 +38,7 @@ def opened_fully(path: Path) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16", "bf16", "q8_0", "q4_1", "q5_0", "iq4_nl"])
-def test_llama_tensors_come_out_as_the_checkpoint_packed(tmp_path, fmt):
+def test_llama_tensors_come_out_as_the_checkpoint_packed(tmp_path: Path, fmt: str) -> None:
     artifact = open_artifact(files.tiny_llama(tmp_path / "m.gguf", fmt))
     weights = files.llama_weights()
     assert set(artifact.names()) == set(weights)
@@ -44,24 +50,26 @@ def test_llama_tensors_come_out_as_the_checkpoint_packed(tmp_path, fmt):
         assert artifact.formats[name] is want and artifact.info(name).shape == x.shape
 
 
-def test_llama_metadata_reads_as_a_config(tmp_path):
+def test_llama_metadata_reads_as_a_config(tmp_path: Path) -> None:
     artifact = open_artifact(files.tiny_llama(tmp_path / "m.gguf"))
-    assert artifact.config | {
+    assert {**artifact.config} | {
         "model_type": "llama", "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 128, "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     } == artifact.config  # fmt: skip
     assert artifact.generation_config == {"eos_token_id": [2]}
-    assert artifact.tokenizer_source["tokenizer.ggml.tokens"] == ["a", "b", "ab"]
-    assert artifact.tokenizer_source["tokenizer.ggml.scores"] == [0.0, -1.0, -2.0]
-    assert artifact.tokenizer_source["tokenizer.ggml.add_bos_token"] is False
+    source = artifact.tokenizer_source
+    assert isinstance(source, Mapping)
+    assert source["tokenizer.ggml.tokens"] == ["a", "b", "ab"]
+    assert source["tokenizer.ggml.scores"] == [0.0, -1.0, -2.0]
+    assert source["tokenizer.ggml.add_bos_token"] is False
     assert artifact.chat_template == "{{ messages }}"
     assert (artifact.kind, artifact.display_name) == ("gguf", "tiny")
     assert artifact.summary() == "0.00 GiB of weights  q8_0 f32"
 
 
-def test_untied_head_bias_and_rope_scaling_are_told(tmp_path):
+def test_untied_head_bias_and_rope_scaling_are_told(tmp_path: Path) -> None:
     tensors = files.llama_tensors(by_name("f32"))
     tensors["output.weight"] = tensors["token_embd.weight"]
     bias = np.arange(64, dtype=np.float32)
@@ -76,7 +84,7 @@ def test_untied_head_bias_and_rope_scaling_are_told(tmp_path):
     assert np.array_equal(artifact.get("model.layers.0.self_attn.q_proj.bias").f32(), bias)
 
 
-def test_qwen35_file_equals_the_checkpoint_it_was_converted_from():
+def test_qwen35_file_equals_the_checkpoint_it_was_converted_from() -> None:
     ours, theirs = open_artifact(DATA / "qwen3_5_dense.gguf"), open_artifact(DATA / "qwen3_5_dense")
     assert set(ours.names()) == set(theirs.names())
     assert ours.config["norm_plus_one"] is True and "norm_plus_one" not in theirs.config
@@ -93,17 +101,17 @@ def test_qwen35_file_equals_the_checkpoint_it_was_converted_from():
             assert np.array_equal(a.f32(), want), name
 
 
-def test_qwen35_metadata_reads_as_the_checkpoints_config():
+def test_qwen35_metadata_reads_as_the_checkpoints_config() -> None:
     ours, theirs = open_artifact(DATA / "qwen3_5_dense.gguf").config, open_artifact(DATA / "qwen3_5_dense").config
     assert {k: ours.get(k) for k in theirs if k not in ("dtype", "eos_token_id")} == {
         k: v for k, v in theirs.items() if k not in ("dtype", "eos_token_id")
     }
 
 
-def rewritten(path: Path, change) -> Path:
+def rewritten(path: Path, change: Change) -> Path:
     """The converted model with tensors and keys replaced by change(tensors, keys)."""
     source = GgufFile(DATA / "qwen3_5_dense.gguf")
-    tensors = {}
+    tensors: Tensors = {}
     for name, t in source.tensors.items():
         raw = t.file.bytes[t.offset : t.offset + t.info.nbytes]
         tensors[name] = (t.info.format.unpack(raw, t.info.shape), t.info.format)
@@ -112,8 +120,8 @@ def rewritten(path: Path, change) -> Path:
     return files.write_gguf(path, keys, tensors)
 
 
-def test_out_columns_whose_blocks_exceed_a_head_stay_tiled_and_are_told(tmp_path):
-    def change(tensors, keys):
+def test_out_columns_whose_blocks_exceed_a_head_stay_tiled_and_are_told(tmp_path: Path) -> None:
+    def change(tensors: Tensors, keys: Keys) -> None:
         x, _ = tensors["blk.0.ssm_out.weight"]
         tensors["blk.0.ssm_out.weight"] = (x, by_name("q8_0"))  # blocks of 32, heads of 16
 
@@ -128,7 +136,7 @@ def test_out_columns_whose_blocks_exceed_a_head_stay_tiled_and_are_told(tmp_path
     assert np.array_equal(tiled, by_name("q8_0").unpack(by_name("q8_0").pack(want), (64, 64)))
 
 
-def test_out_columns_of_whole_blocks_are_moved():
+def test_out_columns_of_whole_blocks_are_moved() -> None:
     config = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 64,
         "gdn_tiled_out_columns": (),
@@ -140,7 +148,7 @@ def test_out_columns_of_whole_blocks_are_moved():
     assert np.array_equal(p.raw, fmt.pack(x))
 
 
-def test_demo_like_file_of_version_2_reads_alike(tmp_path):
+def test_demo_like_file_of_version_2_reads_alike(tmp_path: Path) -> None:
     path = files.tiny_llama(tmp_path / "m.gguf")
     raw = bytearray(path.read_bytes())
     raw[4] = 2
@@ -156,14 +164,15 @@ def split_llama(folder: Path) -> list[Path]:
     half = dict(list(tensors.items())[:5]), dict(list(tensors.items())[5:])
     paths = []
     for i, part in enumerate(half):
-        keys = (files.LLAMA_KEYS if i == 0 else {"general.architecture": "llama"}) | {
+        shared: dict[str, object] = files.LLAMA_KEYS if i == 0 else {"general.architecture": "llama"}
+        keys = shared | {
             "split.no": i, "split.count": 2, "split.tensors.count": len(tensors),
         }  # fmt: skip
         paths.append(files.write_gguf(folder / f"m-0000{i + 1}-of-00002.gguf", keys, part))
     return paths
 
 
-def test_split_models_open_from_any_part_and_from_their_folder(tmp_path):
+def test_split_models_open_from_any_part_and_from_their_folder(tmp_path: Path) -> None:
     first, second = split_llama(tmp_path)
     for path in (first, second, tmp_path):
         artifact = open_artifact(path)
@@ -172,7 +181,7 @@ def test_split_models_open_from_any_part_and_from_their_folder(tmp_path):
             assert np.array_equal(artifact.get(name).raw, artifact.formats[name].pack(x))
 
 
-def test_a_missing_or_misnamed_part_is_named(tmp_path):
+def test_a_missing_or_misnamed_part_is_named(tmp_path: Path) -> None:
     first, second = split_llama(tmp_path)
     kept = second.read_bytes()
     second.unlink()
@@ -189,7 +198,7 @@ def test_a_missing_or_misnamed_part_is_named(tmp_path):
 # Errors
 
 
-def test_get_names_the_missing_tensor_and_the_file(tmp_path):
+def test_get_names_the_missing_tensor_and_the_file(tmp_path: Path) -> None:
     artifact = open_artifact(files.tiny_llama(tmp_path / "m.gguf"))
     with pytest.raises(
         ArtifactError, match=r"m\.gguf: no tensor 'model.layers.3.self_attn.q_proj.weight'.*it has model"
@@ -200,7 +209,7 @@ def test_get_names_the_missing_tensor_and_the_file(tmp_path):
     assert "nothing" not in artifact and "nothing" not in artifact.formats
 
 
-def test_parameters_stay_valid_after_close_and_new_ones_are_refused(tmp_path):
+def test_parameters_stay_valid_after_close_and_new_ones_are_refused(tmp_path: Path) -> None:
     artifact = open_artifact(files.tiny_llama(tmp_path / "m.gguf"))
     p = artifact.get("model.norm.weight")
     artifact.close()
@@ -255,7 +264,7 @@ HEADER_CASES = [
 
 
 @pytest.mark.parametrize("raw,message", MAGIC_CASES, ids=[m for _, m in MAGIC_CASES])
-def test_files_that_are_no_gguf_are_refused_with_a_reason(tmp_path, raw, message):
+def test_files_that_are_no_gguf_are_refused_with_a_reason(tmp_path: Path, raw: bytes, message: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(raw)
     with pytest.raises(ArtifactError, match=message) as caught:
@@ -264,7 +273,9 @@ def test_files_that_are_no_gguf_are_refused_with_a_reason(tmp_path, raw, message
 
 
 @pytest.mark.parametrize("keys,tensors,message", HEADER_CASES, ids=[m for *_, m in HEADER_CASES])
-def test_damaged_headers_are_refused_with_a_reason(tmp_path, keys, tensors, message):
+def test_damaged_headers_are_refused_with_a_reason(
+    tmp_path: Path, keys: list[bytes], tensors: list[bytes], message: str
+) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(files.raw_gguf(keys, tensors, bytes(128)))
     with pytest.raises(ArtifactError, match=message) as caught:
@@ -283,18 +294,18 @@ KEY_CASES = [
 
 
 @pytest.mark.parametrize("extra,message", KEY_CASES, ids=[m for _, m in KEY_CASES])
-def test_metadata_that_cannot_be_used_is_named(tmp_path, extra, message):
+def test_metadata_that_cannot_be_used_is_named(tmp_path: Path, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
         open_artifact(files.tiny_llama(tmp_path / "m.gguf", **extra))
 
 
-def test_head_counts_that_do_not_fit_the_tensor_are_found_when_it_is_read(tmp_path):
+def test_head_counts_that_do_not_fit_the_tensor_are_found_when_it_is_read(tmp_path: Path) -> None:
     artifact = open_artifact(files.tiny_llama(tmp_path / "m.gguf", llama__attention__head_count=8))
     with pytest.raises(ArtifactError, match=r"q_proj.weight': has 64 rows, but the metadata implies 128"):
         artifact.get("model.layers.0.self_attn.q_proj.weight")
 
 
-def test_tensors_that_the_architecture_does_not_know_are_refused(tmp_path):
+def test_tensors_that_the_architecture_does_not_know_are_refused(tmp_path: Path) -> None:
     for name, message in (
         ("blk.0.attn_sinks.weight", "'blk.0.attn_sinks.weight' is not known in architecture 'llama'"),
         ("blk.1.attn_v.weight", "a block beyond the 1 announced"),
@@ -304,8 +315,8 @@ def test_tensors_that_the_architecture_does_not_know_are_refused(tmp_path):
             open_artifact(files.write_gguf(tmp_path / "m.gguf", files.LLAMA_KEYS, tensors))
 
 
-def test_a_log_that_is_not_negative_is_refused(tmp_path):
-    def change(tensors, keys):
+def test_a_log_that_is_not_negative_is_refused(tmp_path: Path) -> None:
+    def change(tensors: Tensors, keys: Keys) -> None:
         x, fmt = tensors["blk.0.ssm_a"]
         tensors["blk.0.ssm_a"] = (-x, fmt)
 
@@ -333,7 +344,7 @@ def attempt(path: Path) -> bool:
     return True
 
 
-def test_truncation_anywhere_is_an_error(tmp_path):
+def test_truncation_anywhere_is_an_error(tmp_path: Path) -> None:
     path = files.tiny_llama(tmp_path / "m.gguf")
     whole, cut = path.read_bytes(), tmp_path / "cut.gguf"
     header = data_start(path)
@@ -342,7 +353,7 @@ def test_truncation_anywhere_is_an_error(tmp_path):
         assert not attempt(cut), length
 
 
-def test_mutated_headers_give_an_artifact_error_or_a_model(tmp_path):
+def test_mutated_headers_give_an_artifact_error_or_a_model(tmp_path: Path) -> None:
     sources = [files.tiny_llama(tmp_path / "m.gguf"), DATA / "qwen3_5_dense.gguf"]
     rng, bad = np.random.default_rng(20), tmp_path / "bad.gguf"
     words = [0, 1, 0xFF, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1]
@@ -369,7 +380,7 @@ def test_mutated_headers_give_an_artifact_error_or_a_model(tmp_path):
     assert time.monotonic() - began < 120
 
 
-def test_renaming_a_parameter_keeps_its_bytes(tmp_path):
+def test_renaming_a_parameter_keeps_its_bytes(tmp_path: Path) -> None:
     p = open_artifact(files.tiny_llama(tmp_path / "m.gguf")).get("model.norm.weight")
     assert p.renamed("x").raw is p.raw and p.renamed("x").name == "x"
     assert p.packed().shape == p.shape and np.array_equal(p.packed().f32(), p.f32())

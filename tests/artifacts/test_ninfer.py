@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ninfer.artifacts import open_artifact
+from ninfer.artifacts.artifact import TokenizerFiles
 from ninfer.artifacts.convert import make_plan
 from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.ninfer_artifact import NinferArtifact
@@ -79,7 +80,9 @@ def test_rows_of_an_object_are_a_parameter(tmp_path: Path) -> None:
     assert np.array_equal(artifact.get("model.layers.0.self_attn.q_proj.weight").f32(), q[128:])
     assert np.array_equal(artifact.get("model.layers.0.self_attn.k_proj.weight").f32(), q[:128])
     assert artifact.info("model.norm.weight").shape == (128,)
+    assert isinstance(artifact, NinferArtifact)
     assert artifact.policy("model.layers.0.self_attn.q_proj.weight") == "A16Only"
+    assert isinstance(artifact.tokenizer_source, TokenizerFiles)
     assert artifact.tokenizer_source.tokenizer == bytes(range(250)) * 4
     assert artifact.model_id == "example"
 
@@ -123,7 +126,7 @@ def test_components_that_are_not_run_are_kept_and_told(tmp_path: Path) -> None:
     artifact = open_artifact(path)
     assert not [n for n in artifact.names() if "vision" in n]
     assert "components text; kept and not used: vision" in artifact.details() and "recipe 'q4'" in artifact.details()
-    alone = {"ngram": {"config": {}}}
+    alone: dict[str, Any] = {"ngram": {"config": {}}}
     write_artifact(NewArtifact(alone, new.objects, {}, [], {}, {}), tmp_path / "table.ninfer")
     with pytest.raises(ArtifactError, match="holds an n-gram table alone"):
         open_artifact(tmp_path / "table.ninfer")
@@ -131,11 +134,11 @@ def test_components_that_are_not_run_are_kept_and_told(tmp_path: Path) -> None:
 
 def test_opening_maps_and_whole_objects_are_views(tmp_path: Path) -> None:
     new = example()
-    new.bindings["text/layers/0/mlp/up"] = {"object": "big"}
+    bindings = {**new.bindings, "text/layers/0/mlp/up": {"object": "big"}}
     big = np.zeros(32 << 20, np.uint8)
     objects = [*new.objects, NewObject("big", big.size, lambda sink: sink.put(0, big), (16 << 10, 1024), "bf16",
                                        "contiguous_le_v1")]  # fmt: skip
-    path = whole(tmp_path, NewArtifact(new.components, objects, new.bindings, new.uses, {}, {}))
+    path = whole(tmp_path, NewArtifact(new.components, objects, bindings, new.uses, {}, {}))
     tracemalloc.start()
     artifact = open_artifact(path)
     raw = artifact.get("model.layers.0.mlp.up_proj.weight").raw
@@ -306,7 +309,7 @@ def test_random_damage_never_crashes_or_allocates(tmp_path: Path, request: pytes
     assert 0 < opened < 600  # some mutations are harmless, as of a name or of free text
 
 
-VALUES = [
+VALUES: list[Any] = [
     0,
     1,
     -1,

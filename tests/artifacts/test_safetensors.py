@@ -36,7 +36,7 @@ def with_header(path: Path, header: object, data: bytes = bytes(64), length: int
     return path
 
 
-def test_tensors_are_those_that_were_saved(tmp_path):
+def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
     weights = files.llama_weights()
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float16)
     artifact = open_artifact(folder(tmp_path / "m", weights))
@@ -48,7 +48,7 @@ def test_tensors_are_those_that_were_saved(tmp_path):
     assert artifact.num_values() == sum(x.size for x in weights.values())
 
 
-def test_bf16_checkpoint_reads():
+def test_bf16_checkpoint_reads() -> None:
     artifact = open_artifact(DATA / "qwen3_5_dense")
     assert artifact.formats["model.embed_tokens.weight"] is by_name("bf16")
     assert artifact.get("model.layers.0.linear_attn.conv1d.weight").shape == (128, 1, 4)
@@ -56,7 +56,7 @@ def test_bf16_checkpoint_reads():
     assert abs(x.mean()) < 0.02 and abs(x.std() - 1) < 0.02  # drawn from a normal distribution
 
 
-def test_multimodal_prefixes_are_dropped(tmp_path):
+def test_multimodal_prefixes_are_dropped(tmp_path: Path) -> None:
     weights = {
         "model.language_model.norm.weight": np.ones(4, np.float32),
         "model.visual.pos_embed.weight": np.ones((2, 2), np.float32),
@@ -68,11 +68,11 @@ def test_multimodal_prefixes_are_dropped(tmp_path):
     }  # fmt: skip
 
 
-def test_shards_are_found_through_the_index(tmp_path):
+def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
     weights, path = files.llama_weights(), tmp_path / "m"
     folder(path, {}).joinpath("model.safetensors").unlink()
     parts = dict(list(weights.items())[:4]), dict(list(weights.items())[4:])
-    table = {}
+    table: dict[str, str] = {}
     for i, part in enumerate(parts):
         name = f"model-0000{i + 1}-of-00002.safetensors"
         save_file(part, path / name)
@@ -89,7 +89,7 @@ def test_shards_are_found_through_the_index(tmp_path):
         open_artifact(path)
 
 
-def test_side_files_are_read(tmp_path):
+def test_side_files_are_read(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     artifact = open_artifact(path)
     assert (artifact.tokenizer_source, artifact.chat_template, artifact.generation_config) == (None, None, {})
@@ -127,14 +127,16 @@ HEADERS = [
 
 
 @pytest.mark.parametrize("header,length,message", HEADERS, ids=[m for *_, m in HEADERS])
-def test_damaged_headers_are_refused_with_a_reason(tmp_path, header, length, message):
+def test_damaged_headers_are_refused_with_a_reason(
+    tmp_path: Path, header: object, length: int | None, message: str
+) -> None:
     path = with_header(tmp_path / "m", header, length=length)
     with pytest.raises(ArtifactError, match=message) as caught:
         open_artifact(path)
     assert str(path) in str(caught.value)
 
 
-def test_types_that_cannot_be_read_matter_only_when_asked_for(tmp_path):
+def test_types_that_cannot_be_read_matter_only_when_asked_for(tmp_path: Path) -> None:
     header = {"a": entry("F8_E4M3", [16]), "b": entry(shape=[0], offsets=[16, 16]), "c": entry(offsets=[16, 32])}
     artifact = open_artifact(with_header(tmp_path / "m", header))
     with pytest.raises(ArtifactError, match="'a' is stored as F8_E4M3; supported are F32, F16, BF16"):
@@ -146,7 +148,7 @@ def test_types_that_cannot_be_read_matter_only_when_asked_for(tmp_path):
     assert list(artifact.formats) == ["c"] and artifact.summary().endswith("f32")
 
 
-def test_truncated_and_mutated_files_give_artifact_errors(tmp_path):
+def test_truncated_and_mutated_files_give_artifact_errors(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     file = path / "model.safetensors"
     whole, rng = file.read_bytes(), np.random.default_rng(5)
@@ -171,7 +173,7 @@ def test_truncated_and_mutated_files_give_artifact_errors(tmp_path):
 # Dispatch
 
 
-def test_the_content_decides_what_a_path_is(tmp_path):
+def test_the_content_decides_what_a_path_is(tmp_path: Path) -> None:
     model = files.tiny_llama(tmp_path / "m.gguf")
     assert open_artifact(model.rename(tmp_path / "model.bin")).kind == "gguf"
     path = folder(tmp_path / "hf")
@@ -179,7 +181,7 @@ def test_the_content_decides_what_a_path_is(tmp_path):
     assert open_artifact(path / "model.safetensors").kind == "safetensors"
 
 
-def test_paths_that_hold_no_model_say_what_would_work(tmp_path):
+def test_paths_that_hold_no_model_say_what_would_work(tmp_path: Path) -> None:
     wanted = r"give a \.ninfer or \.gguf file, or a folder with config\.json and \.safetensors files"
     with pytest.raises(ArtifactError, match=f"no such file or folder; {wanted}"):
         open_artifact(tmp_path / "absent")
@@ -202,7 +204,7 @@ def test_paths_that_hold_no_model_say_what_would_work(tmp_path):
 
 
 @pytest.mark.parametrize("fmt", ["q4_g64", "q8_0", "bf16"])
-def test_quantize_packs_matrices_and_keeps_vectors(tmp_path, fmt):
+def test_quantize_packs_matrices_and_keeps_vectors(tmp_path: Path, fmt: str) -> None:
     source = open_artifact(folder(tmp_path / "m"))
     artifact = quantize(source, fmt)
     for name, x in files.llama_weights().items():
@@ -214,7 +216,7 @@ def test_quantize_packs_matrices_and_keeps_vectors(tmp_path, fmt):
     assert fmt in artifact.summary()
 
 
-def test_quantize_keeps_the_small_tensors_of_the_delta_rule():
+def test_quantize_keeps_the_small_tensors_of_the_delta_rule() -> None:
     artifact = quantize(open_artifact(DATA / "qwen3_5_dense"), "q8_0")
     layer = "model.layers.0.linear_attn."
     kept = {n for n in artifact.names() if artifact.formats[n] is not by_name("q8_0")}
@@ -224,12 +226,12 @@ def test_quantize_keeps_the_small_tensors_of_the_delta_rule():
     assert keeps("model.layers.0.mlp.gate.weight") and not keeps("model.layers.0.mlp.gate_proj.weight")
 
 
-def test_quantize_leaves_rows_that_blocks_do_not_divide(tmp_path):
+def test_quantize_leaves_rows_that_blocks_do_not_divide(tmp_path: Path) -> None:
     artifact = quantize(open_artifact(folder(tmp_path / "m")), "q4_k")
     assert all(f is by_name("f32") for f in artifact.formats.values())  # rows of 64 and 96, blocks of 256
 
 
-def test_quantize_takes_its_own_rule_and_names_formats(tmp_path):
+def test_quantize_takes_its_own_rule_and_names_formats(tmp_path: Path) -> None:
     source = open_artifact(folder(tmp_path / "m"))
     artifact = quantize(source, "q8_0", keep=lambda name: "embed" in name)
     assert artifact.formats["model.embed_tokens.weight"] is by_name("f32")

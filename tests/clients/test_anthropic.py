@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from anthropic.types import ToolChoiceParam
 
 from ninfer.text.grammar import available
 from tests.clients.conftest import Process
@@ -78,13 +79,14 @@ def test_a_tool_is_used_and_answered(client: anthropic.Anthropic) -> None:
 
 @pytest.mark.skipif(not available(), reason="needs xgrammar")
 def test_a_tool_can_be_forced(client: anthropic.Anthropic) -> None:
-    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+    choices: list[ToolChoiceParam] = [{"type": "any"}, {"type": "tool", "name": "get_weather"}]
+    for choice in choices:
         reply = client.messages.create(
             model="any",
             max_tokens=200,
             messages=HELLO,
             tools=[WEATHER],
-            tool_choice=choice,  # type: ignore[arg-type]
+            tool_choice=choice,
         )
         assert next(b.name for b in reply.content if b.type == "tool_use") == "get_weather"
         assert reply.stop_reason == "tool_use"

@@ -102,7 +102,7 @@ def test_an_answer_behind_reasoning_can_be_drawn_apart_from_it(client: openai.Op
     closing = post("/tokenize", content="\n")["tokens"] + post("/tokenize", content="</think>")["tokens"]
     seen = set()
     for seed in range(3):
-        drawn = {"temperature": 1.5, "seed": seed}
+        drawn: Any = {"temperature": 1.5, "seed": seed}
         thought = post("/completion", prompt=ids, n_predict=6, return_tokens=True, **drawn)["tokens"]
         likeliest = post("/completion", prompt=ids + thought + closing, temperature=0, n_predict=20)["content"]
         body: Any = {"enable_thinking": True, "thinking_budget": 6, "post_thinking": {"temperature": 0}}

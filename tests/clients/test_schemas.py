@@ -25,10 +25,12 @@ INT = {"type": "integer", "minimum": -99, "maximum": 99}
 FORMATS = jsonschema.FormatChecker()
 
 
-@FORMATS.checks("date", raises=ValueError)
 def _date(text: object) -> bool:
     """RFC 3339 has a year 0000, a leap year, which Python's own check refuses."""
     return not isinstance(text, str) or bool(datetime.date.fromisoformat(text.replace("0000-", "2000-", 1)))
+
+
+FORMATS.checks("date", raises=ValueError)(_date)
 
 
 def obj(*, optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -45,6 +47,8 @@ TREE = {
     "$defs": {"node": obj(value=INT, children=array({"$ref": "#/$defs/node"}, 0, 2), optional=("children",))},
     "$ref": "#/$defs/node",
 }
+MANY: Any = {f"field_{i}": {"type": "boolean"} for i in range(12)}
+ODD: Any = {"with space": INT, 'quo"te': INT, "Straße": INT, "": INT}
 SCHEMAS: dict[str, Any] = {
     "null": {"type": "null"},
     "boolean": {"type": "boolean"},
@@ -75,9 +79,9 @@ SCHEMAS: dict[str, Any] = {
     "object": obj(name=WORD, age=INT),
     "optional members": obj(a=INT, b=WORD, c={"type": "boolean"}, optional=("a", "c")),
     "all optional": obj(a=INT, b=WORD, optional=("a", "b")),
-    "many members": obj(**{f"field_{i}": {"type": "boolean"} for i in range(12)}),
+    "many members": obj(**MANY),
     "nested": obj(a=obj(b=obj(c=obj(d=INT)))),
-    "odd names": obj(**{"with space": INT, 'quo"te': INT, "Straße": INT, "": INT}),
+    "odd names": obj(**ODD),
     "list of objects": obj(items=array(obj(id=INT, tag={"enum": ["x", "y"]}), 1, 3)),
     "definitions": {
         "definitions": {"point": obj(x=INT, y=INT)},

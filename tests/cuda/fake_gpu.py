@@ -6,7 +6,7 @@ A captured graph is the list of operations that were enqueued; freed and foreign
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ class FakeArray(np.ndarray):
         self[...] = values
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data)
 
 
@@ -39,9 +39,9 @@ class Stream:
     ptr = 77
 
     def __init__(self, non_blocking: bool = False) -> None:
-        self.recording: list[Callable[[], None]] | None = None
+        self.recording: list[Callable[[], object]] | None = None
 
-    def do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[], object]) -> None:
         if self.recording is None:
             action()
         else:
@@ -142,7 +142,7 @@ class FakeGpu:
         self.current = self.current or made
         return made
 
-    def do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[], object]) -> None:
         assert self.current is not None
         self.current.do(action)
 
@@ -165,14 +165,14 @@ class FakeGpu:
         name = next(n for n, a in self.addresses.items() if a == function)
         assert config.sharedMemBytes <= max(48 << 10, self.granted.get(function, 0)), "shared memory was not granted"
         places = (ctypes.c_void_p * self.counts[name]).from_address(params)
-        pointers = [ctypes.c_void_p.from_address(p).value for p in places]
+        pointers = [ctypes.c_void_p.from_address(p or 0).value or 0 for p in places]
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         shared, block = config.sharedMemBytes, config.blockDimX
         self.dependent.append(getattr(config, "numAttrs", 0) == 1)
         self.do(lambda: run_kernel(name, function, pointers, grid, block, shared))
         return (Code(0),)
 
-    counts: Mapping[str, int]
+    counts: dict[str, int]
 
 
 class FakePrograms:

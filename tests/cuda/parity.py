@@ -6,6 +6,7 @@ The same for the simulation and for a GPU; what runs the launches is passed in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
@@ -28,7 +29,7 @@ from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant, de
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.sample import Sample
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
-from ninfer.ir.types import B, Env, M, P, S, T, TensorType
+from ninfer.ir.types import B, Env, M, P, S, Sym, T, TensorType
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
 from ninfer.routes.lower import Arena, Lowering
@@ -37,12 +38,13 @@ from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate, RouteRegistry
 from ninfer.routes.select import Selector
 
-Pair = tuple[NDArray, NDArray]  # got, wanted
+Pair = tuple[NDArray[Any], NDArray[Any]]  # got, wanted
+Operand = tuple[TensorType, NDArray[Any]]
 GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, QuantizeRows, RmsNormQuant)
-ALL_OPS = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *BLOCK_OPS, *LINEAR_OPS)))
+ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *BLOCK_OPS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 
@@ -68,10 +70,15 @@ def long_cases() -> Iterator[Case]:
     """Two sequences in one step, 75 rows that extend 70 tokens and 3 that start: past every piece, page and stage."""
     counts, past, slots, rng = [75, 3], [70, 0], [1, 2], np.random.default_rng(7)
     n = sum(counts)
-    i32 = lambda sym, x: (TensorType((sym,), I32), np.array(x, np.int32))  # noqa: E731
+
+    def i32(sym: Sym, x: list[int]) -> Operand:
+        return TensorType((sym,), I32), np.array(x, np.int32)
+
+    def normal(*shape: int) -> NDArray[np.float32]:
+        return rng.standard_normal(shape).astype(np.float32)
+
     row_seq, row_start = i32(T, [0] * 75 + [1] * 3), i32(B, [0, 75])
     row_count, seq_slot, kv_len = i32(B, counts), i32(B, slots), i32(B, past)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     env = Env(rows=n, logit_rows=1, seqs=2, slots=3, pages=5, max_pages=3)
     table = np.array([[-1, -1, -1], [4, 0, 2], [3, -1, -1]], np.int32)
     for fmt, d, heads, kv_heads in (
@@ -113,9 +120,7 @@ def long_cases() -> Iterator[Case]:
     yield _case(GatedDelta(hk, hv, dk, dv), "long", env, (*delta, *sequences), 2e-4, 5e-5)
 
 
-def _case(
-    op: Op, name: str, env: Env, operands: Sequence[tuple[TensorType, NDArray]], rtol: float, atol: float
-) -> Case:
+def _case(op: Op, name: str, env: Env, operands: Sequence[Operand], rtol: float, atol: float) -> Case:
     types, arrays = zip(*operands, strict=True)
     return Case(op, name, types, arrays, env, rtol, atol)
 
@@ -242,12 +247,12 @@ def _compare_codes(trial: Trial, codes: Pair, scales: Pair, what: str) -> float:
     return error
 
 
-def _compare(trial: Trial, got: NDArray[np.generic], want: NDArray[np.generic], what: str) -> float:
+def _compare(trial: Trial, got: NDArray[Any], want: NDArray[Any], what: str) -> float:
     case, route = trial.case, trial.candidate.route
     if isinstance(case.op, FusedAttention) and want.dtype == np.uint8:  # keys are rounded to the cache's type
         op = case.op
         if not op.fmt.is_plain:  # sums in another order: a value between two codes may fall to either
-            changed, wrong = np.count_nonzero(want != case.arrays[3]), np.count_nonzero(got != want)
+            changed, wrong = int(np.count_nonzero(want != case.arrays[3])), int(np.count_nonzero(got != want))
             assert wrong <= 0.02 * changed, f"{what}: {wrong} bytes differ of {changed} written"
             return 0.0
         for a, b in zip(*(page_views(x, op.fmt, op.kv_heads, op.head_dim) for x in (got, want)), strict=True):

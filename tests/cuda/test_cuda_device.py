@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_synthetic_weights_are_the_tile_over_and_over(sim_programs: SimPrograms)
     run = raw.nbytes // 16
     for name, turn in (("a", 0), ("b", 3)):
         at = memory.weight_at[name]
-        got = np.frombuffer((np.ctypeslib.ctypes.c_char * (38 * run)).from_address(at), np.uint8).reshape(38, run)
+        got = np.ctypeslib.as_array((ctypes.c_uint8 * (38 * run)).from_address(at)).reshape(38, run)
         want = raw.reshape(16, run)[(np.arange(38) + turn) % 16]
         assert (got == want).all()
         whole = device_layout(fmt)(w[name].whole().raw, (600, 128))

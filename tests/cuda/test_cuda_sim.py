@@ -94,7 +94,7 @@ def test_tensor_core_products(run: RUN, order: int) -> None:
         order=order,
     )
     assert (ic == ia.astype(np.int32) @ ib.astype(np.int32).T).all()
-    fa, fb = np.float32(rng().integers(-9, 9, (16, 8))), np.float32(rng().integers(-9, 9, (8, 8)))
+    fa, fb = (rng().integers(-9, 9, shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
     run(
         "const f32* a, const f32* b, f32* c",
         f"{fragments} f32 z[4] = {{0, 0, 0, 0}}; mma_tf32(z, x, y); {store}",

@@ -83,7 +83,7 @@ def test_a_route_computes_its_product(trial: Trial, order: int, compiled: dict[s
     got = run(trial, want, order, compiled)
     if want[0].dtype == np.int8:  # a value in the middle of two codes may round to either: compare what they stand for
         assert np.abs(got[0].astype(int) - want[0]).max() <= 1 or route.op is FusedLinear
-        want, got = [dequantize(*want)], [dequantize(*got)]
+        want, got = [dequantize(want[0], want[1])], [dequantize(got[0], got[1])]
     for a, b in zip(got, want, strict=True):
         error = float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b))
         limit = route.rtol or 1e-6  # float32 sums of 512 products: some 3e-7

@@ -121,6 +121,7 @@ def test_sizes_of_the_layout() -> None:
 def test_fp8_rows_are_encoded_as_the_layout_says(name: str) -> None:
     """One row at a time, one value at a time; ties and the clamp included."""
     fmt, x = by_name(name), normal(6, 96)
+    assert isinstance(fmt, FloatFormat)
     x[1], x[2, :90], x[3] = 0, 0, x[3] * 1e-3
     x[4, 0] = 448.0
     x[5, 5] = -1e-30

@@ -13,7 +13,8 @@ from ninfer.errors import UsageError
 from ninfer.formats import kv, kv_codes
 from ninfer.formats.kv import Side
 
-f32, f16 = np.float32, np.float16
+f32 = np.float32
+f16 = np.float16
 CODED = [f for f in kv.KV_FORMATS if not f.is_plain]
 SIDES = {f"{f.name}-{n}": getattr(f, n) for f in CODED for n in "kv"}
 
@@ -46,7 +47,7 @@ def tree(values: list[f32]) -> f32:
 
 def e4m3_value(code: int) -> float:
     e, m = code >> 3 & 15, code & 7
-    return (-1) ** (code >> 7) * (m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10))
+    return (-1.0) ** (code >> 7) * (m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10))
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -98,7 +99,7 @@ def lloyd(x: list[f32]) -> Group:
     rms = f32(np.sqrt(tree([v * v for v in x]) / f32(64)))
     if rms == 0:
         return [0] * 32, [0, 0], [0.0] * 64
-    index = [sum(f32(b) <= f32(abs(v) / rms) for b in LLOYD_BOUNDS) for v in x]
+    index = [sum(bool(f32(b) <= f32(abs(v) / rms)) for b in LLOYD_BOUNDS) for v in x]
     levels = [f32(LLOYD[m] if v >= 0 else -LLOYD[m]) for m, v in zip(index, x, strict=True)]
     fit = tree([v * c for v, c in zip(x, levels, strict=True)]) / tree([c * c for c in levels])
     scale = f16(fit)
@@ -172,7 +173,7 @@ def e8_root(x: list[f32]) -> Group:
         u = [f32(v / f32(length + f32(1e-8))) for v in b]
         a = [abs(v) for v in u]
         i, j = sorted(sorted(range(8), key=lambda k: (-a[k], k))[:2])
-        negative = [v < 0 for v in u]
+        negative = [bool(v < 0) for v in u]
         half = f32(tree(a) * f32(0.5))
         signs = [-1 if n else 1 for n in negative]
         if sum(negative) % 2:
@@ -189,8 +190,8 @@ def e8_root(x: list[f32]) -> Group:
         far = [abs(v) for v in off].index(max(abs(v) for v in off))
         ratio = f32(length / f32(f32(f32(scale) * f32(math.sqrt(8))) + f32(1e-8)))
         bounds = [f32(round(2 ** ((k - 8.5) / 3), 7)) for k in range(2, 16)]
-        radius = 0 if ratio < f32(0.08) else 1 + sum(v <= ratio for v in bounds)
-        codes += [code, radius << 4 | 2 * far | (off[far] < 0)]
+        radius = 0 if ratio < f32(0.08) else 1 + sum(bool(v <= ratio) for v in bounds)
+        codes += [code, radius << 4 | 2 * far | bool(off[far] < 0)]
         for k in range(8):
             value = ROOTS[code][k] + (k == far) * (-1 if off[far] < 0 else 1)
             out.append(float(np.rint(f32(value) * f32(RADII[radius]))) * float(scale))

@@ -35,20 +35,20 @@ def normal(n: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("path", ORACLES, ids=lambda p: p.stem)
-def test_ggml_blocks_decode_to_the_values_of_ggml(path):
+def test_ggml_blocks_decode_to_the_values_of_ggml(path: Path) -> None:
     z, fmt = np.load(path), format_of(path)
     assert np.array_equal(fmt.unpack(z["packed"], z["values"].shape), z["values"])
     assert np.array_equal(fmt.unpack(z["random_packed"], z["random_values"].shape), z["random_values"])
 
 
-def test_all_ggml_types_of_the_table_have_an_oracle():
+def test_all_ggml_types_of_the_table_have_an_oracle() -> None:
     assert {format_of(p).name for p in ORACLES} == {
         f.name for f in FORMATS if f.ggml_type is not None and not f.is_plain and f.name not in UNOFFICIAL
     }
 
 
 @pytest.mark.parametrize("path", [p for p in ORACLES if format_of(p).can_pack], ids=lambda p: p.stem)
-def test_encoders_give_ggmls_bytes_or_an_error_close_to_its(path):
+def test_encoders_give_ggmls_bytes_or_an_error_close_to_its(path: Path) -> None:
     z, fmt = np.load(path), format_of(path)
     raw = fmt.pack(z["source"])
     if fmt.name in REFERENCE_ENCODERS:
@@ -59,7 +59,7 @@ def test_encoders_give_ggmls_bytes_or_an_error_close_to_its(path):
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.code is not None], ids=str)
-def test_groups_times_codes_are_the_values(fmt):
+def test_groups_times_codes_are_the_values(fmt: QuantFormat) -> None:
     raw = fmt.pack(normal(5, 2 * fmt.block if not fmt.split else 200))
     shape = (5, 2 * fmt.block if not fmt.split else 200)
     codes, d, m = fmt.groups(raw, shape)
@@ -73,8 +73,9 @@ def test_groups_times_codes_are_the_values(fmt):
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.can_pack and f.code is not None], ids=str)
-def test_every_code_value_survives(fmt):
+def test_every_code_value_survives(fmt: QuantFormat) -> None:
     """Codes written at every place of a block are read back, whatever the neighbours hold."""
+    assert fmt.code is not None
     count = fmt.block
     raw = np.zeros((256, fmt.block_bytes), np.uint8)
     fields, at = {}, 0
@@ -92,7 +93,7 @@ def test_every_code_value_survives(fmt):
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.can_pack], ids=str)
-def test_packing_the_decoded_values_again_changes_little(fmt):
+def test_packing_the_decoded_values_again_changes_little(fmt: QuantFormat) -> None:
     x = normal(3, 512)
     once = fmt.unpack(fmt.pack(x), x.shape)
     scale = np.abs(once).max()
@@ -101,14 +102,14 @@ def test_packing_the_decoded_values_again_changes_little(fmt):
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.is_grid], ids=str)
-def test_grid_formats_refuse_to_pack(fmt):
+def test_grid_formats_refuse_to_pack(fmt: QuantFormat) -> None:
     with pytest.raises(ArtifactError, match="can be read but not written"):
         fmt.pack(normal(1, 256))
     with pytest.raises(ArtifactError, match="grid"):
         fmt.groups(np.zeros(fmt.block_bytes, np.uint8), (1, 256))
 
 
-def test_plain_formats_keep_bits():
+def test_plain_formats_keep_bits() -> None:
     x = normal(3, 7)
     assert np.array_equal(by_name("f32").unpack(by_name("f32").pack(x), (3, 7)), x)
     assert np.array_equal(
@@ -159,14 +160,14 @@ def slow_pack(x: np.ndarray, bits: int, group: int, top: int) -> bytes:
 
 @pytest.mark.parametrize("name", SLOW)
 @pytest.mark.parametrize("k", [1, 128, 130, 200])
-def test_native_bytes_equal_those_of_the_slow_packer(name, k):
+def test_native_bytes_equal_those_of_the_slow_packer(name: str, k: int) -> None:
     x = normal(3, k, seed=k)
     x[1] *= 1e-9  # scales underflow
     x[2, : k // 2] = 0
     assert by_name(name).pack(x).tobytes() == slow_pack(x, *SLOW[name])
 
 
-def test_native_sizes_of_the_layout_sheet():
+def test_native_sizes_of_the_layout_sheet() -> None:
     q5 = by_name("q5_g64")
     assert [(s.name, s.offset, s.nbytes) for s in q5.planes((2, 130))] == [
         ("base", 0, 256), ("high", 256, 64), ("scale", 512, 16),
@@ -180,7 +181,8 @@ def test_native_sizes_of_the_layout_sheet():
 
 
 @pytest.mark.parametrize("fmt", NATIVE, ids=str)
-def test_native_padding_is_zero(fmt):
+def test_native_padding_is_zero(fmt: QuantFormat) -> None:
+    assert fmt.code is not None
     raw = fmt.pack(normal(2, 130))
     codes = fmt.code.read(fmt.fields(raw, (2, 130)), fmt.block).reshape(2, 256)
     assert not codes[:, 130:].any()
@@ -190,7 +192,7 @@ def test_native_padding_is_zero(fmt):
 
 
 @pytest.mark.parametrize("fmt", NATIVE, ids=str)
-def test_negative_scales_decode(fmt):
+def test_negative_scales_decode(fmt: QuantFormat) -> None:
     raw = fmt.pack(normal(2, 256))
     want = fmt.unpack(raw, (2, 256))
     fmt.fields(raw, (2, 256))["scale"][:, 1] ^= 0x80
@@ -198,13 +200,13 @@ def test_negative_scales_decode(fmt):
     assert np.array_equal(fmt.unpack(raw, (2, 256)), -want)
 
 
-def test_ternary_is_exact_on_ternary_weights():
+def test_ternary_is_exact_on_ternary_weights() -> None:
     x = np.random.default_rng(3).integers(-1, 2, (4, 256)).astype(np.float32) * np.float32(0.37109375)
     fmt = by_name("t2_g128")
     assert np.array_equal(fmt.unpack(fmt.pack(x), x.shape), x)
 
 
-def test_illegal_native_words_are_found():
+def test_illegal_native_words_are_found() -> None:
     for name, at, word in (("q8_g32", 0, 0x80), ("t2_g128", 0, 0b10)):
         fmt = by_name(name)
         raw = fmt.pack(normal(1, 128))
@@ -223,7 +225,7 @@ def test_illegal_native_words_are_found():
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_row_slices_and_gathers_decode_to_the_same_rows(fmt):
+def test_row_slices_and_gathers_decode_to_the_same_rows(fmt: QuantFormat) -> None:
     k = 256
     if fmt.can_pack:
         raw = fmt.pack(normal(6, k))
@@ -235,7 +237,7 @@ def test_row_slices_and_gathers_decode_to_the_same_rows(fmt):
     assert np.array_equal(fmt.unpack(fmt.gather_rows(raw, (6, k), index), (4, k)), want[index], equal_nan=True)
 
 
-def test_columns_move_as_whole_blocks():
+def test_columns_move_as_whole_blocks() -> None:
     fmt, x = by_name("q4_0"), normal(3, 256)
     raw, index = fmt.pack(x), np.array([2, 0, 3, 1])
     moved = fmt.unpack(fmt.gather_columns(raw, (3, 256), 64, index), (3, 256))
@@ -245,7 +247,7 @@ def test_columns_move_as_whole_blocks():
         by_name("q4_k").gather_columns(np.zeros(144, np.uint8), (1, 256), 128, np.array([1, 0]))
 
 
-def test_leading_dimensions_are_rows():
+def test_leading_dimensions_are_rows() -> None:
     fmt, x = by_name("q8_0"), normal(6, 64)
     bank = Packed(fmt, fmt.pack(x.reshape(2, 3, 64)), (2, 3, 64))
     assert np.array_equal(bank.f32(), fmt.unpack(fmt.pack(x), (6, 64)).reshape(2, 3, 64))
@@ -254,14 +256,14 @@ def test_leading_dimensions_are_rows():
 # errors
 
 
-def test_unknown_names_list_what_there_is():
+def test_unknown_names_list_what_there_is() -> None:
     with pytest.raises(ArtifactError, match=r"no weight format 'q3'; there are f32, .*t2_g128"):
         by_name("q3")
     with pytest.raises(ArtifactError, match=r"type 141 is not supported; supported are f32 \(0\), .*q2_0 \(42\)"):
         by_ggml(141)
 
 
-def test_bytes_that_do_not_fit_the_shape_are_refused():
+def test_bytes_that_do_not_fit_the_shape_are_refused() -> None:
     with pytest.raises(ArtifactError, match=r"a q4_0 matrix \[2, 64\] takes 72 bytes, not 71"):
         by_name("q4_0").unpack(np.zeros(71, np.uint8), (2, 64))
     with pytest.raises(ArtifactError, match="rows of 48 do not divide"):
@@ -272,7 +274,7 @@ def test_bytes_that_do_not_fit_the_shape_are_refused():
         by_name("q4_g64").pack(np.full((1, 64), 1e9, np.float32))
 
 
-def test_declared_planes_cover_distinct_bits_inside_their_fields():
+def test_declared_planes_cover_distinct_bits_inside_their_fields() -> None:
     for fmt in FORMATS:
         if not isinstance(fmt.code, Bits):
             continue
@@ -300,7 +302,7 @@ static inline f32 f16_to_f32(u16 h) { _Float16 f; memcpy(&f, &h, 2); return (f32
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_derived_c_decoders_equal_numpy_bit_for_bit(tmp_path):
+def test_derived_c_decoders_equal_numpy_bit_for_bit(tmp_path: Path) -> None:
     text, cases = [PRELUDE], []
     for fmt in FORMATS:
         if fmt.code is None:
@@ -330,7 +332,7 @@ def test_derived_c_decoders_equal_numpy_bit_for_bit(tmp_path):
         assert np.array_equal(out, fmt.unpack(raw, shape), equal_nan=True), fmt.name
 
 
-def test_encoder_of_a_zero_row_gives_zeros():
+def test_encoder_of_a_zero_row_gives_zeros() -> None:
     for fmt in FORMATS:
         if fmt.can_pack and fmt.name != "q1_0":
             assert not fmt.unpack(fmt.pack(np.zeros((2, 512), np.float32)), (2, 512)).any(), fmt.name

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
+from numpy.typing import NDArray
 
 from ninfer.errors import ShapeError
 from ninfer.formats.kv import KV_FORMATS
@@ -20,7 +21,7 @@ from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.reject import REJECT_OPS
 from ninfer.ir.ops.sample import Sample, adjusted, draw, kept
 from ninfer.ir.step import PROMPT_BIT, SAMPLE_PARAMS, USE_BIAS, USE_MASK, USE_PENALTIES
-from ninfer.ir.types import Array, TensorType
+from ninfer.ir.types import Array, TensorType, plain
 
 ALL = tuple(dict.fromkeys((*OPS.ops, *BLOCK_OPS, *REJECT_OPS)))
 CASES = [pytest.param(case, id=f"{snake(op.__name__)}-{case.name}") for op in ALL for case in op.cases()]
@@ -103,10 +104,11 @@ def one_sequence(fmt: Any, kv_heads: int, d: int, total: int) -> tuple[np.ndarra
 
 
 def hadamard_matrix(d: int) -> np.ndarray:
-    h = np.ones((1, 1))
+    h: NDArray[np.float64] = np.ones((1, 1))
     while len(h) < d:
         h = np.block([[h, h], [h, -h]])
-    return h / np.sqrt(d)
+    scaled: NDArray[np.float64] = h / np.sqrt(d)
+    return scaled
 
 
 @pytest.mark.parametrize("window", [None, 1, 70])
@@ -116,7 +118,7 @@ def test_attention_is_the_dense_formula(fmt: Any, window: int | None) -> None:
     cache, table, k, v = one_sequence(fmt, kv_heads, d, total)
     q = np.random.default_rng(6).standard_normal((n, heads * d)).astype(np.float32)
     step = [np.array(x, np.int32) for x in ([0] * n, [0], [0], [total - n])]
-    (got,) = Attention(fmt, heads, kv_heads, d, 0.3, window).reference((q, cache, table, *step))
+    (got,) = map(plain, Attention(fmt, heads, kv_heads, d, 0.3, window).reference((q, cache, table, *step)))
     for t in range(n):
         last = total - n + t
         for h in range(heads):
@@ -154,7 +156,7 @@ def test_rope_rotates_pairs_as_complex_numbers() -> None:
     d, f = 12, 4
     x = np.random.default_rng(8).standard_normal((3, 2 * d)).astype(np.float32)
     positions, freqs = np.array([0, 3, 50], np.int32), np.array([1.0, 0.3, 0.1, 0.01], np.float32)
-    (got,) = Rope(d, mscale=1.5).reference((x, positions, freqs))
+    (got,) = map(plain, Rope(d, mscale=1.5).reference((x, positions, freqs)))
     heads, turned = x.reshape(3, 2, d).astype(float), got.reshape(3, 2, d)
     z = heads[..., :f] + 1j * heads[..., f : 2 * f]
     z = 1.5 * z * np.exp(1j * positions[:, None, None] * freqs.astype(float))
@@ -176,7 +178,7 @@ def test_convolution_is_numpys(starts: bool) -> None:
     x, w = rng.standard_normal((20, 7)).astype(np.float32), rng.standard_normal((7, 4)).astype(np.float32)
     state = rng.standard_normal((2, 7, 3)).astype(np.float32)
     past = np.zeros((3, 7)) if starts else state[1].T.astype(float)
-    (got,) = CausalConvSilu().reference((x, w, state, *seq(0 if starts else 9, 20, slot=1)))
+    (got,) = map(plain, CausalConvSilu().reference((x, w, state, *seq(0 if starts else 9, 20, slot=1))))
     for c in range(7):
         line = np.concatenate([past[:, c], x[:, c]])
         y = np.convolve(line, w[c, ::-1].astype(float), "valid")
@@ -216,7 +218,10 @@ def test_delta_rule_is_the_chunked_form(starts: bool) -> None:
     a_log, dt_bias = (rng.standard_normal(hv).astype(np.float32) - 1 for _ in range(2))
     state = rng.standard_normal((3, hv, dv, dk)).astype(np.float32)
     before = state.copy()
-    (got,) = GatedDelta(hk, hv, dk, dv).reference((u, a, b, a_log, dt_bias, state, *seq(0 if starts else 4, n, slot=2)))
+    (got,) = map(
+        plain,
+        GatedDelta(hk, hv, dk, dv).reference((u, a, b, a_log, dt_bias, state, *seq(0 if starts else 4, n, slot=2))),
+    )
     w = u.astype(float)
     q, k = (w[:, i * hk * dk : (i + 1) * hk * dk].reshape(n, hk, dk) for i in (0, 1))
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -248,7 +253,8 @@ def brute_kept(z: list[float], top_k: int, top_p: float, min_p: float) -> set[in
     if top_k > 0:
         order = order[:top_k]
     weights = {t: float(np.exp(z[t] - z[order[0]])) for t in order}
-    mass, total, chosen = 0.0, sum(weights.values()), []
+    mass, total = 0.0, sum(weights.values())
+    chosen: list[int] = []
     for t in order:
         if chosen and mass >= top_p * total:
             break
@@ -300,7 +306,7 @@ def test_draws_follow_the_distribution(settings: dict[str, float]) -> None:
         for position in range(60):
             p["seed"], p["position"] = seed * 7919 + 1, position
             counts[draw(z, p)] += 1
-    scaled = z / (settings.get("temperature") or 1)
+    scaled = (z / (settings.get("temperature") or 1)).astype(np.float32)
     weights = np.exp(scaled.astype(float)) * kept(scaled, p)
     expected = n * weights / weights.sum()
     assert not counts[expected == 0].any()

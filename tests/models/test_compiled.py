@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ninfer.config import EngineConfig
+from ninfer.devices.cpu import CpuExecutable
 from ninfer.errors import UsageError
 from ninfer.ir.graph import Graph
 from ninfer.ir.rewriter import Accepts
@@ -45,6 +46,7 @@ def logits_of(name: str) -> Scorer:
 
 
 def outputs(scorer: Scorer, seqs: Sequence[Any]) -> NDArray[np.float32]:
+    assert isinstance(scorer.executable, CpuExecutable)
     scorer.executable.memory.write_state("page_table", (0, slice(None)), np.arange(4, dtype=np.int32))
     return np.array(scorer(seqs)["logits"])
 

@@ -15,6 +15,7 @@ import pytest
 from ninfer.artifacts import open_artifact
 from ninfer.cli.convert import main as convert
 from ninfer.config import EngineConfig
+from ninfer.devices.cpu import CpuExecutable
 from ninfer.formats.quant import by_name
 from ninfer.ir.ops.experts import PickExperts
 from ninfer.ir.ops.join import JoinNorms
@@ -146,6 +147,7 @@ def test_compiled_prefill_and_steps(name: str, models: Mapping[str, Path]) -> No
     ids, n = want["input_ids"], int(want["prefill_len"])
     config = EngineConfig(model=str(models[name]), max_context=256, kv_dtype="f32", device="cpu", prefill_chunk=256)
     scorer = loading.load_scorer(config, "logits", tokenizer_needed=False)[0]
+    assert isinstance(scorer.executable, CpuExecutable)
     scorer.executable.memory.write_state("page_table", (0, slice(None)), np.arange(4, dtype=np.int32))
 
     def logits(tokens: Any, kv_len: int = 0) -> Any:

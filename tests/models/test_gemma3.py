@@ -51,7 +51,8 @@ def weights() -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(7)
 
     def matrix(n: int, k: int) -> NDArray[np.float32]:
-        return (rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32)
+        drawn: NDArray[np.float64] = rng.standard_normal((n, k)) / np.sqrt(k)
+        return drawn.astype(np.float32)
 
     def norm(n: int) -> NDArray[np.float32]:
         return (0.3 * rng.standard_normal(n)).astype(np.float32)

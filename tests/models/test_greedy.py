@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 from attrs import evolve
 
-from ninfer.runtime.batch import Drawn
-from ninfer.runtime.reference import ReferenceRunner
+from ninfer.runtime.batch import Drawn, SeqRows
 from tests.checkpoints import DATA, GREEDY, TINY_GGUF, part, runner, tiny_cases, tiny_qwen35_folder
 
 STEPS = 16  # of the 64 that the SmolLM2 reference has
 
 
-def generate(r: ReferenceRunner, prompts: list[list[int]], budgets: list[int]) -> list[list[Drawn]]:
+class Stepping(Protocol):
+    """What the reference runner and compiled ones have in common."""
+
+    def step(self, seqs: Sequence[SeqRows], /) -> Sequence[Drawn | None]: ...
+
+
+def draws(r: Stepping, seqs: Sequence[SeqRows]) -> list[Drawn]:
+    drawn = [d for d in r.step(seqs) if d is not None]
+    assert len(drawn) == len(seqs)
+    return drawn
+
+
+def generate(r: Stepping, prompts: list[list[int]], budgets: list[int]) -> list[list[Drawn]]:
     """Prompts one by one, then all sequences together."""
-    texts = [list(r.step([part(p, slot=i, draw=GREEDY)])) for i, p in enumerate(prompts)]
+    texts = [draws(r, [part(p, slot=i, draw=GREEDY)]) for i, p in enumerate(prompts)]
     while live := [i for i, text in enumerate(texts) if len(text) < budgets[i]]:
         rows = [part([texts[i][-1].token], len(prompts[i]) + len(texts[i]) - 1, slot=i, draw=GREEDY) for i in live]
-        for i, drawn in zip(live, r.step([evolve(row, generated=True) for row in rows]), strict=True):
+        for i, drawn in zip(live, draws(r, [evolve(row, generated=True) for row in rows]), strict=True):
             texts[i].append(drawn)
     return texts
 

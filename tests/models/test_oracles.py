@@ -126,6 +126,6 @@ def test_a_slot_is_clean_for_the_next_sequence(name: str) -> None:
 def test_scores_are_log_probabilities_of_the_targets(name: str) -> None:
     want = oracle(name)
     ids, logits = want["input_ids"], want["logits"].astype(float)
-    got = runner(SOURCES[name], "score").outputs([part(ids[:-1])], ids[1:])["nll"]
+    got = runner(SOURCES[name], "score").outputs([part(ids[:-1])], ids[1:].tolist())["nll"]
     lse = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
     np.testing.assert_allclose(got, (logits[np.arange(47), ids[1:]] - lse[:-1]), rtol=0, atol=ATOL)

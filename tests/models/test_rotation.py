@@ -31,10 +31,11 @@ PLAIN = ("in_proj_a", "in_proj_b")
 
 def matrix(n: int) -> NDArray[np.float64]:
     """Sylvester's construction."""
-    h = np.ones((1, 1))
+    h: NDArray[np.float64] = np.ones((1, 1))
     while len(h) < n:
         h = np.block([[h, h], [h, -h]])
-    return h / np.sqrt(n)
+    scaled: NDArray[np.float64] = h / np.sqrt(n)
+    return scaled
 
 
 def signs(k: int) -> NDArray[np.float32]:

@@ -124,5 +124,5 @@ def _array(t: TensorType, raw: NDArray[np.uint8], env: Env) -> Array:
 
 
 def _same(a: Array, b: Array) -> bool:
-    raws = [x.raw if isinstance(x, Packed) else np.ascontiguousarray(x) for x in (a, b)]
-    return bool(np.array_equal(*(r.reshape(-1).view(np.uint8) for r in raws)))
+    one, other = (x.raw if isinstance(x, Packed) else np.ascontiguousarray(x) for x in (a, b))
+    return np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))

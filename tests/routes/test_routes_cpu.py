@@ -144,7 +144,7 @@ def stored_blocks(fmt: QuantFormat) -> NDArray[np.uint8]:
     if path.exists():
         sample = np.load(path)
         raw = next(sample[key] for key in sample.files if sample[key].dtype == np.uint8)
-        blocks = raw.reshape(-1, fmt.block_bytes)
+        blocks: NDArray[np.uint8] = raw.reshape(-1, fmt.block_bytes)
         return blocks[: len(blocks) // 2 * 2]
     x = np.random.default_rng(0).standard_normal((8, 2 * fmt.block * max(1, 128 // fmt.block)))
     raw = fmt.pack(x.astype(np.float32))

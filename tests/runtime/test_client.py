@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.runtime.fake_runner import Clock, FakeRunner, engine, expected, reque
 Test = Callable[[Engine, AsyncEngineClient], Awaitable[None]]
 
 
-def on_a_loop(test: Test, runner: FakeRunner | None = None, **changes: object) -> Engine:
+def on_a_loop(test: Test, runner: FakeRunner | None = None, **changes: Any) -> Engine:
     """Run a test beside an engine thread; afterwards nothing may be left in it."""
     e = engine(runner, **changes)
     e.start()
@@ -44,7 +45,7 @@ async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in stream]
 
 
-def slowly(history, seed) -> int:
+def slowly(history: Sequence[int], seed: int) -> int:
     """A token that takes a while, so that a test can come in between."""
     time.sleep(0.002)
     return len(history)

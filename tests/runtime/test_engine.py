@@ -3,9 +3,11 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ninfer.errors import (
     BadRequest,
@@ -17,8 +19,8 @@ from ninfer.errors import (
     UsageError,
 )
 from ninfer.ir.step import PAGE
-from ninfer.runtime.engine import drive
-from ninfer.runtime.request import Delta, FinishReason, Sampling
+from ninfer.runtime.engine import Engine, drive
+from ninfer.runtime.request import Delta, FinishReason, GenerateRequest, Sampling
 from ninfer.runtime.sequence import Failed
 from tests.runtime.fake_runner import DOMAIN, Clock, FakeRunner, engine, expected, limits, next_token, request, tokens
 
@@ -28,7 +30,7 @@ def finish(deltas: Sequence[Delta]) -> FinishReason | None:
     return deltas[-1].finish
 
 
-def run_out(e, *requests):
+def run_out(e: Engine, *requests: GenerateRequest) -> dict[str, list[Delta]]:
     """Drive by hand, checking the books after each step."""
     got: dict[str, list[Delta]] = {r.id: [] for r in requests}
     for r in requests:
@@ -53,7 +55,7 @@ def test_a_reply_is_what_the_model_says_alone(prompt: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"deterministic": True}, {"prefill_chunk": 64}, {"prefill_chunk": 17}])
-def test_replies_do_not_depend_on_what_shares_the_engine(changes: dict[str, object]) -> None:
+def test_replies_do_not_depend_on_what_shares_the_engine(changes: dict[str, Any]) -> None:
     requests = [request(f"r{'x' * i}", 30 * i + 1, max_tokens=3 * i + 1, sampling=Sampling(seed=i)) for i in range(12)]
     got = run_out(engine(**changes), *requests)
     for r in requests:
@@ -110,7 +112,7 @@ def test_the_window_is_at_most_the_pool() -> None:
         request("a", sampling=Sampling(logit_bias={DOMAIN: 1.0})),
     ],
 )
-def test_what_no_model_can_run_is_a_bad_request(bad) -> None:
+def test_what_no_model_can_run_is_a_bad_request(bad: GenerateRequest) -> None:
     e = engine()
     with pytest.raises(BadRequest):
         e.submit(bad, print)
@@ -131,7 +133,8 @@ def test_tokens_count_as_prompt_or_as_generated() -> None:
 def test_a_seed_is_drawn_per_request_and_kept() -> None:
     runner = FakeRunner()
     drive(engine(runner), [request(id, sampling=Sampling()) for id in ("a", "b")])
-    seeds = {s.slot: {d.draw.seed for step in runner.steps for d in step if d.slot == s.slot} for s in runner.steps[-1]}
+    parts = [part for step in runner.steps for part in step if part.draw is not None]
+    seeds = {s.slot: {p.draw.seed for p in parts if p.draw and p.slot == s.slot} for s in runner.steps[-1]}
     assert all(len(s) == 1 for s in seeds.values()) and seeds[0] != seeds[1]
 
 
@@ -158,7 +161,7 @@ class EvenTokens:
         self.asked = 0
         self.accepted: list[int] = []
 
-    def fill(self, row) -> bool:
+    def fill(self, row: NDArray[np.int32]) -> bool:
         self.asked += 1
         row[:] = np.int32(0x55555555)
         return self.asked != 2
@@ -185,12 +188,12 @@ class Refusing(EvenTokens):
 
 
 class Broken(EvenTokens):
-    def fill(self, row) -> bool:
+    def fill(self, row: NDArray[np.int32]) -> bool:
         raise RuntimeError("no such rule")
 
 
 @pytest.mark.parametrize("mask", [Refusing(), Broken()])
-def test_a_failing_grammar_ends_its_request_only(mask) -> None:
+def test_a_failing_grammar_ends_its_request_only(mask: EvenTokens) -> None:
     other = request("b")
     got = run_out(engine(), request("a", mask=mask), other)
     assert finish(got["a"]) is FinishReason.ERROR and got["a"][-1].error
@@ -549,7 +552,7 @@ def test_the_engine_thread_serves_many_threads() -> None:
     got: dict[str, list[Delta]] = {r.id: [] for r in requests}
     done = {r.id: threading.Event() for r in requests}
 
-    def ask(r) -> None:
+    def ask(r: GenerateRequest) -> None:
         def sink(deltas: Sequence[Delta]) -> None:
             got[r.id].extend(deltas)
             if deltas[-1].finish:
