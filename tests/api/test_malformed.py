@@ -64,7 +64,7 @@ DRAWN = {
 }
 PLAIN = DRAWN | {"temperature": ("x", 2.01, []), "top_k": ("x", 1.5)}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "description": "d", "strict": True, "schema": {}}}
-STOP = (3, True, {}, "", [3], [""], ["a"] * 33)
+STOP: tuple[Any, ...] = (3, True, {}, "", [3], [""], ["a"] * 33)
 GRAMMAR = {"grammar": TEXT, "regex": TEXT}
 IDLE = {"user": TEXT, "stream_options": OBJECT}
 FUNCTION = {"name": "ping", "description": "d", "parameters": {"type": "object"}, "strict": True}
@@ -506,7 +506,7 @@ def test_each_field_is_named_when_it_is_wrong(server: Server, endpoint: Endpoint
     if endpoint.path != "/v1/rerank":  # the toy's tokenizer has no yes and no
         assert server.http.post(endpoint.path, json=dict(endpoint.body)).status_code == 200
     server.client.requests.clear()
-    faults = []
+    faults: list[tuple[object, ...]] = []
     for path, value, body in wrong(endpoint):
         response = server.http.post(endpoint.path, json=body)
         if response.status_code != 400:

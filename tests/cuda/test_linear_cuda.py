@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from attrs import evolve
+from numpy.typing import NDArray
 
 from ninfer.devices.cuda_sim import SimPrograms, sim_source
 from ninfer.formats.quant import by_name
@@ -75,6 +77,11 @@ def compiled(sim_programs: SimPrograms) -> dict[str, int]:
     return sim_programs.addresses(list(wanted.values()))
 
 
+def decoded(codes: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """What int8 codes and their float32 factors stand for."""
+    return dequantize(codes[0].astype(np.int8, copy=False), codes[1].astype(np.float32, copy=False))
+
+
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
 def test_a_route_computes_its_product(trial: Trial, order: int, compiled: dict[str, int]) -> None:
@@ -83,7 +90,7 @@ def test_a_route_computes_its_product(trial: Trial, order: int, compiled: dict[s
     got = run(trial, want, order, compiled)
     if want[0].dtype == np.int8:  # a value in the middle of two codes may round to either: compare what they stand for
         assert np.abs(got[0].astype(int) - want[0]).max() <= 1 or route.op is FusedLinear
-        want, got = [dequantize(want[0], want[1])], [dequantize(got[0], got[1])]
+        want, got = [decoded(want)], [decoded(got)]
     for a, b in zip(got, want, strict=True):
         error = float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b))
         limit = route.rtol or 1e-6  # float32 sums of 512 products: some 3e-7
