@@ -108,7 +108,9 @@ def test_pages_come_back_from_host_memory() -> None:
         _, cached = ask(e, request("c", PROMPT))
         assert cached == 192
         host = next(t for t in e.stats().tiers if t["name"] == "host")
-        assert host["hits"] == 3
+        assert host["hits"] == 3 and host["evicted"] == 0
+        device = next(t for t in e.stats().tiers if t["name"] == "device")
+        assert isinstance(device["evicted"], int) and device["evicted"] >= 3, "b took pages of a"
         e = engine(FakeRunner(limits(pages=8)), max_concurrency=1, host_cache_mib=0)
         for r in (request("a", PROMPT), request("b", tuple(range(300, 760)))):
             ask(e, r)
@@ -126,6 +128,7 @@ def test_the_least_valuable_state_goes_first() -> None:
         assert ask(e, request(f"hit{i}", texts[0]))[1] == 128
         ask(e, request(f"cold{i}", text))
     assert ask(e, request("first", texts[1]))[1] == 0
+    assert e._cache.images.num_evicted > 0
     images = next(t for t in e.stats().tiers if t["name"] == "images")
     assert int(str(images["used_bytes"])) <= int(str(images["capacity_bytes"]))
 

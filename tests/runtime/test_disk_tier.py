@@ -131,6 +131,7 @@ def test_the_least_recently_used_files_go_when_the_budget_is_spent(tmp_path: Pat
     tier.put_page(page(4))
     tier.flush()
     assert [tier.has_page(page(n).chunk.key) for n in range(5)] == [True, False, True, True, True]
+    assert tier.stats()["evicted"] == 1
     assert tier.used_bytes == 4 * each == sum(f.stat().st_size for f in tmp_path.rglob("*.kv"))
     tier.close()
     smaller = DiskTier(tmp_path, 2 * each)

@@ -92,6 +92,7 @@ class ContextCache:
         self.images = ImageTier(share, self.knows)
         self.host = HostTier(self.options.host_bytes - share)
         self.disk = disk
+        self.num_evicted = 0
         self._tiers: tuple[Tier, ...] = (self.images, self.host, *(() if disk is None else (disk,)), *more)
         self._live: dict[Seq, _Live] = {}
         self._chunks: dict[Seq, list[Chunk]] = {}  # of those that wait
@@ -128,7 +129,7 @@ class ContextCache:
             self.index.release(chain)
             return None
         if short > 0:
-            self.index.evict(short)
+            self.num_evicted += self.index.evict(short)
         chain.pages.extend(self.pages.take(count - len(chain.pages)))
         return chain
 
@@ -265,6 +266,7 @@ class ContextCache:
             "used_bytes": size * len(self.index),
             "capacity_bytes": size * self.pages.count,
             "pages": len(self.index),
+            "evicted": self.num_evicted,
         }
         return (device, *(tier.stats() for tier in self._tiers))
 

@@ -110,7 +110,7 @@ class DiskTier:
         self.folder = folder
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.num_hits = self.num_bad = self.num_failed = self.num_dropped = 0
+        self.num_hits = self.num_evicted = self.num_bad = self.num_failed = self.num_dropped = 0
         self._restore = restore
         self._clock = clock
         self._lock = threading.Lock()  # over the next three and used_bytes
@@ -295,6 +295,7 @@ class DiskTier:
             with self._lock:
                 oldest = next(iter(self._files))
             self._forget(oldest, unlink=True)
+            self.num_evicted += 1
 
     # Files
 
@@ -379,6 +380,7 @@ class DiskTier:
             "capacity_bytes": self.capacity_bytes,
             "files": len(self._files),
             "hits": self.num_hits,
+            "evicted": self.num_evicted,
             "damaged": self.num_bad,
             "failed_writes": self.num_failed,
             "dropped_writes": self.num_dropped,

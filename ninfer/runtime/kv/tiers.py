@@ -86,6 +86,7 @@ class HostTier:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.num_hits = 0
+        self.num_evicted = 0
         self._pages: OrderedDict[Key, StoredPage] = OrderedDict()
 
     def __len__(self) -> int:
@@ -102,6 +103,7 @@ class HostTier:
         while self.used_bytes > self.capacity_bytes:
             _, gone = self._pages.popitem(last=False)
             self.used_bytes -= gone.nbytes
+            self.num_evicted += 1
 
     def drop(self, key: Key, following: tuple[int, ...], *, page: bool) -> None:
         """Forget what is kept at a page of a chain, as is_own says."""
@@ -129,6 +131,7 @@ class HostTier:
             "capacity_bytes": self.capacity_bytes,
             "pages": len(self._pages),
             "hits": self.num_hits,
+            "evicted": self.num_evicted,
         }
 
 
@@ -153,6 +156,7 @@ class ImageTier:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.num_hits = 0
+        self.num_evicted = 0
         self.is_known = is_known
         self._by_key: dict[Key, dict[tuple[int, ...], _Held]] = {}
         self._age = 0.0
@@ -174,6 +178,7 @@ class ImageTier:
             if self._lives(worst):
                 self._age = worst.value
             self._drop(worst.image.key, worst.image.tail)
+            self.num_evicted += 1
 
     def _lives(self, held: _Held) -> bool:
         return held.image.depth == 0 or self.is_known(held.image.key)
@@ -220,4 +225,5 @@ class ImageTier:
             "capacity_bytes": self.capacity_bytes,
             "images": len(self),
             "hits": self.num_hits,
+            "evicted": self.num_evicted,
         }
