@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import TINY_GGUF
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A server around a fake model, as a program: signals and exit codes are what is tested here.
@@ -133,6 +135,35 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2() -> None:
         assert s.end() == 2
         assert s.lines[-1] == "ninfer-serve: no/such.gguf: no such file"
         assert not any("Traceback" in line for line in s.lines)
+
+
+def damaged(folder: Path, how: str) -> tuple[Path, str]:
+    """A model as people have it after a bad download, and what the one line has to name."""
+    file = folder / "model.gguf"
+    whole = TINY_GGUF.read_bytes()
+    match how:
+        case "cut":
+            file.write_bytes(whole[: len(whole) // 2])
+            return file, "incomplete"
+        case "magic":
+            file.write_bytes(b"JUNK" + whole[4:])
+            return file, "not a GGUF file"
+        case "architecture":
+            file.write_bytes(whole.replace(b"qwen35", b"qwen99"))
+            return file, "qwen99"
+        case _:
+            return folder, "found nothing there"
+
+
+@pytest.mark.parametrize("how", ["cut", "magic", "architecture", "empty folder"])
+def test_a_damaged_model_is_one_line_that_names_it_and_exit_code_2(tmp_path: Path, how: str) -> None:
+    path, named = damaged(tmp_path, how)
+    command = [sys.executable, "-m", "ninfer.cli.serve", str(path), "--port", "0", "--device", "cpu-numpy"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 2, run.stderr
+    assert last.startswith(f"ninfer-serve: {path}: ") and named in last
+    assert "Traceback" not in run.stderr
 
 
 def test_a_stop_lets_open_streams_finish() -> None:
