@@ -64,6 +64,7 @@ class Ask:
     logprobs: int | None = None
     ignore_eos: bool = False
     stream: bool = False
+    timed: bool = False  # timings and progress on the way
     tools: Tools = field(factory=Tools)
     thinking_budget: int | None = None  # tokens after which thinking is ended
     graft: str | None = None  # None: the server's default; "": none

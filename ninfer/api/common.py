@@ -63,8 +63,6 @@ IDLE: Mapping[str, Callable[[Value], Any]] = {
     "prompt_cache_options": Value.object,
     "metadata": Value.object,
     "stream_options": Value.object,
-    "timings_per_token": boolean,
-    "return_progress": boolean,
 }
 
 

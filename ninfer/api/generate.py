@@ -68,6 +68,7 @@ class Run:
             max_tokens=self._serving.max_tokens(ask.max_tokens),
             stop_ids=frozenset() if ask.ignore_eos else self._serving.eos_ids,
             logprobs=ask.logprobs,
+            timed=ask.timed and ask.stream,
             mask=mask,
             prefix_len=len(prompt.graft.ids) if prompt.graft is not None else 0,
             prefix_given=prompt.graft is not None and prompt.graft.state is not None,

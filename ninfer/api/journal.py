@@ -120,6 +120,8 @@ class Entry:
         self.journal.write("request_start", told)
 
     def fed(self, part: Part) -> None:
+        if part.num_prefilled is not None:
+            return
         if self.first_s is None:
             self.first_s = self.journal.clock()
             self.journal.prompt.add(self.num_prompt_tokens)

@@ -20,6 +20,7 @@ from ninfer.api.serving import Serving
 from ninfer.api.sse import Event, body_of
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.api.tools import read_tools
+from ninfer.api.way import Way, way
 from ninfer.runtime.request import FinishReason
 from ninfer.text.prompt import encode, render
 from ninfer.text.tokenizer import Tokenizer
@@ -41,8 +42,6 @@ _ENDINGS = ("top_n_sigma", "t_max_predict_ms")  # 0 and below: off
 
 _IDLE: Mapping[str, Callable[[Value], Any]] = {  # change nothing here
     "cache_prompt": boolean,
-    "timings_per_token": boolean,
-    "return_progress": boolean,
     "post_sampling_probs": boolean,
     "n_keep": integer(),
     "min_keep": integer(),
@@ -59,6 +58,7 @@ class View:
     return_tokens: bool = False
     response_fields: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(factory=dict)
+    way: Way = field(factory=Way)
 
 
 def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
@@ -73,6 +73,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
     limits = [body[name].maybe(integer()) for name in ("n_predict", "max_tokens")]
     num_probs = body["n_probs"].maybe(integer(0, MAX_LOGPROBS)) or 0
     fields = body["response_fields"]
+    on_the_way = way(body)
     ask = Ask(
         prompts=prompts,
         prompt_path="prompt",
@@ -83,6 +84,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=num_probs or None,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
+        timed=on_the_way.any,
         format=one_format(body),
     )
     settings = {k: v for k, v in drawn.items() if k != "logit_bias"}
@@ -91,6 +93,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         return_tokens=body["return_tokens"].maybe(boolean) or False,
         response_fields=tuple(map(text, fields.items())) if fields.given else (),
         settings={"n_predict": ask.max_tokens, "stop": list(ask.stop), "stream": ask.stream, **settings},
+        way=on_the_way,
     )
     return ask, Stream(head, view)
 
@@ -129,15 +132,18 @@ class Stream(Teller):
         self.tally.add(part)
         self._tokens += part.tokens
         self._new_line |= "\n" in part.text
+        told: dict[str, Any] = {
+            "index": 0,
+            "content": part.text,
+            "tokens": list(part.tokens),
+            "stop": False,
+            "tokens_predicted": len(self._tokens),
+            "tokens_evaluated": len(self._prompt.ids),
+            **self.view.way.more(part),
+        }
+        for news in self.view.way.news(part):
+            yield Event(told | {"content": "", "tokens": [], "tokens_predicted": 0, "prompt_progress": news})
         if part.text or part.logprobs:
-            told: dict[str, Any] = {
-                "index": 0,
-                "content": part.text,
-                "tokens": list(part.tokens),
-                "stop": False,
-                "tokens_predicted": len(self._tokens),
-                "tokens_evaluated": len(self._prompt.ids),
-            }
             yield Event(told | self._probabilities(part.logprobs))
         if part.finish is not None:
             yield Event(self._last("", part.finish, ()))

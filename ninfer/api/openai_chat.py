@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field, frozen
@@ -26,6 +26,7 @@ from ninfer.api.post_thinking import post_thinking
 from ninfer.api.sse import Event
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
 from ninfer.api.tools import read_tools
+from ninfer.api.way import Way, way
 from ninfer.runtime.request import FinishReason
 from ninfer.text.parts import CallArguments, CallBegin, Reasoning, Text
 
@@ -37,6 +38,7 @@ class View:
     n: int = 1
     logprobs: bool = False
     include_usage: bool = False
+    way: Way = field(factory=Way)
 
 
 def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
@@ -49,6 +51,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         raise body["top_logprobs"].refused("needs logprobs: true")
     n = body["n"].maybe(integer(1, 128)) or 1
     options = body["stream_options"]
+    on_the_way = way(body)
     ask = Ask(
         prompts=(prompt,),
         prompt_path="messages",
@@ -60,6 +63,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=top if wants_logprobs else None,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
+        timed=on_the_way.any,
         tools=tools,
         thinking_budget=thinking_budget(body),
         graft=body["graft"].maybe(text),
@@ -67,7 +71,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         format=one_format(body),
     )
     include_usage = bool(options.given and options["include_usage"].maybe(boolean))
-    return ask, Stream(head, View(n=n, logprobs=wants_logprobs, include_usage=include_usage))
+    return ask, Stream(head, View(n=n, logprobs=wants_logprobs, include_usage=include_usage, way=on_the_way))
 
 
 # What is known and not served: field, and what to do instead.
@@ -107,6 +111,7 @@ class Stream(Teller):
     view: View
     dialect: Dialect = Dialect.OPENAI
     tally: Tally = field(init=False)
+    _more: Mapping[str, Any] = field(factory=dict)  # members of the events of one part
 
     def __attrs_post_init__(self) -> None:
         self.tally = Tally(self.view.n, self.view.n)
@@ -117,6 +122,9 @@ class Stream(Teller):
 
     def feed(self, part: Part) -> Iterable[Event]:
         self.tally.add(part)
+        self._more = self.view.way.more(part)
+        for news in self.view.way.news(part):
+            yield self._chunk(part.index, {}, prompt_progress=news)
         records = part.logprobs
         for told in part.told:
             match told:
@@ -181,6 +189,7 @@ class Stream(Teller):
         logprobs: Sequence[TokenText] = (),
         finish: Finish | None = None,
         last: bool = False,
+        **members: Any,
     ) -> Event:
         choice = {
             "index": index,
@@ -189,9 +198,10 @@ class Stream(Teller):
             "finish_reason": _reason(finish),
         }
         more: dict[str, Any] = {"usage": None} if self.view.include_usage else {}
+        more |= self._more
         if last:
             more["timings"] = timings(self.tally.timings)
-        return Event({**self._frame("chat.completion.chunk"), "choices": [choice], **more})
+        return Event({**self._frame("chat.completion.chunk"), "choices": [choice], **more, **members})
 
     def _frame(self, object: str) -> dict[str, Any]:
         id = f"chatcmpl-{self.head.id}"

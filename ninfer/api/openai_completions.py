@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field, frozen
@@ -14,6 +14,7 @@ from ninfer.api.fields import Value, boolean, integer, text
 from ninfer.api.formats import one_format
 from ninfer.api.sse import Event
 from ninfer.api.told import Finish, Part, Tally, Teller, TokenText
+from ninfer.api.way import Way, way
 
 
 @frozen(kw_only=True)
@@ -25,6 +26,7 @@ class View:
     logprobs: bool = False
     echo: bool = False
     include_usage: bool = False
+    way: Way = field(factory=Way)
 
 
 def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
@@ -41,6 +43,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
     if echo and logprobs is not None:
         raise body["echo"].refused("log-probabilities of a prompt are not computed; leave echo or logprobs out")
     options = body["stream_options"]
+    on_the_way = way(body)
     ask = Ask(
         prompts=prompts,
         prompt_path="prompt",
@@ -52,6 +55,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=logprobs,
         ignore_eos=body["ignore_eos"].maybe(boolean) or False,
         stream=body["stream"].maybe(boolean) or False,
+        timed=on_the_way.any,
         format=one_format(body),
     )
     view = View(
@@ -60,6 +64,7 @@ def parse(body: Value, head: Head) -> tuple[Ask, Stream]:
         logprobs=logprobs is not None,
         echo=echo,
         include_usage=bool(options.given and options["include_usage"].maybe(boolean)),
+        way=on_the_way,
     )
     return ask, Stream(head, view)
 
@@ -72,6 +77,7 @@ class Stream(Teller):
     view: View
     dialect: Dialect = Dialect.OPENAI
     tally: Tally = field(init=False)
+    _more: Mapping[str, Any] = field(factory=dict)  # members of the events of one part
 
     def __attrs_post_init__(self) -> None:
         self.tally = Tally(self.view.num_prompts * self.view.n, self.view.n)
@@ -83,6 +89,9 @@ class Stream(Teller):
 
     def feed(self, part: Part) -> Iterable[Event]:
         self.tally.add(part)
+        self._more = self.view.way.more(part)
+        for news in self.view.way.news(part):
+            yield self._chunk(self._choice(part.index, ""), prompt_progress=news)
         if part.text or part.logprobs:
             yield self._chunk(self._choice(part.index, part.text, part.logprobs))
         if part.finish is not None:
@@ -113,11 +122,12 @@ class Stream(Teller):
             "finish_reason": None if finish is None else finish.reason.value,
         }
 
-    def _chunk(self, choice: dict[str, Any], *, last: bool = False) -> Event:
+    def _chunk(self, choice: dict[str, Any], *, last: bool = False, **members: Any) -> Event:
         more: dict[str, Any] = {"usage": None} if self.view.include_usage else {}
+        more |= self._more
         if last:
             more["timings"] = timings(self.tally.timings)
-        return Event({**self._frame(), "choices": [choice], **more})
+        return Event({**self._frame(), "choices": [choice], **more, **members})
 
     def _frame(self) -> dict[str, Any]:
         head = self.head

@@ -55,6 +55,8 @@ class Reply:
 
     def feed(self, delta: Delta) -> Part:
         """What the delta adds. After a stop string the reply is done, though the engine goes on."""
+        if delta.num_prefilled_tokens is not None:
+            return Part(index=self.index, timings=delta.timings, num_prefilled=delta.num_prefilled_tokens)
         if self._first_s is None:
             self._first_s = self._clock()
         told: list[Told] = []
@@ -77,6 +79,7 @@ class Reply:
             tokens=tuple(t.id for t in delta.tokens[:used]),
             logprobs=tuple(self._shown_records()),
             finish=self._finish(delta) if self.done else None,
+            timings=delta.timings,
         )
 
     def _calls(self, told: Iterable[Told], delta: Delta) -> Iterable[Told]:

@@ -71,6 +71,8 @@ class Part:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenText, ...] = ()  # of tokens whose first byte is in `text`
     finish: Finish | None = None
+    timings: Timings | None = None  # so far, where the request asked for them on the way
+    num_prefilled: int | None = None  # prompt tokens so far, in parts that say only that
 
     @property
     def text(self) -> str:

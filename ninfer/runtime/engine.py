@@ -512,6 +512,8 @@ class Engine:
             if seq.kv_len == seq.prompt_len:  # max_tokens is 0: the prompt was all that was asked
                 seq.prefilled_s = now
                 self._finish(seq, FinishReason.LENGTH)
+            elif seq.request.timed:
+                self._post(seq, self._prefilled(seq, now))
             return
         if not drawn:
             raise RuntimeError("the runner drew nothing")
@@ -525,11 +527,20 @@ class Engine:
             self._finish(seq, tokens=tuple(tokens), **end)
             return
         seq.last = drawn[-1].token
-        timings = seq.timings(now) if row.num_draws > 1 else None
+        timings = seq.timings(now) if row.num_draws > 1 or seq.request.timed else None
         delta = Delta(
             request_id=seq.request.id, tokens=tuple(tokens), num_cached_tokens=seq.num_cached, timings=timings
         )
         self._post(seq, delta)
+
+    @staticmethod
+    def _prefilled(seq: Sequence, now: float) -> Delta:
+        return Delta(
+            request_id=seq.request.id,
+            num_cached_tokens=seq.num_cached,
+            timings=seq.timings(now),
+            num_prefilled_tokens=seq.kv_len,
+        )
 
     def _take(self, seq: Sequence, drawn: Seq[Drawn], tokens: list[TokenOut]) -> dict[str, Any] | None:
         """Add what was drawn to the reply, up to its end. Returns how it ended, as arguments of _finish."""

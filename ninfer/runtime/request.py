@@ -74,6 +74,7 @@ class GenerateRequest:
     switch: Switch | None = None
     prefix_len: int = 0  # prompt tokens that other requests begin with as well
     prefix_given: bool = False  # these stand for a state that was given, and cannot be computed from them
+    timed: bool = False  # timings in every delta, and a delta for every chunk of the prompt but the last
 
 
 @frozen
@@ -110,7 +111,8 @@ class Delta:
     finish: FinishReason | None = None
     stop_id: int | None = None  # the end token that finished it
     error: str | None = None  # with finish ERROR
-    timings: Timings | None = None  # with finish, and after rounds of drafts: a stop string may lie inside one
+    timings: Timings | None = None  # with finish, after rounds of drafts (a stop string may lie inside), and if timed
+    num_prefilled_tokens: int | None = None  # of the prompt, so far: in deltas that say only that
 
 
 @frozen(kw_only=True)

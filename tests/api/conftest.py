@@ -85,6 +85,13 @@ class FakeClient:
             await asyncio.sleep(self.before_s)
             steps = self.script(request)
             count = 0
+            if request.timed:
+                yield Delta(
+                    request_id=request.id,
+                    num_cached_tokens=1,
+                    timings=self._timings(request, 0),
+                    num_prefilled_tokens=2,
+                )
             for tokens in steps:
                 tokens = tokens[: request.max_tokens - count]
                 ends = [i for i, t in enumerate(tokens) if t in request.stop_ids]
@@ -99,7 +106,7 @@ class FakeClient:
                     num_cached_tokens=1,
                     finish=finish,
                     stop_id=tokens[ends[0]] if ends else None,
-                    timings=self._timings(request, count + bool(ends)) if finish else None,
+                    timings=self._timings(request, count + bool(ends)) if finish or request.timed else None,
                 )
                 if finished:
                     return

@@ -151,6 +151,17 @@ def test_logit_bias_is_set_for_its_request_only() -> None:
     assert all(finish(d) is FinishReason.LENGTH for d in got.values())
 
 
+def test_who_asks_is_told_of_every_chunk_and_the_time_of_every_token() -> None:
+    r = request("a", 200, max_tokens=3, timed=True)
+    got = drive(engine(prefill_chunk=64), [r, request("b", 200, max_tokens=3)])
+    assert [d.num_prefilled_tokens for d in got["b"]] == [None] * 3
+    read = [d.num_prefilled_tokens for d in got["a"] if d.num_prefilled_tokens is not None]
+    assert read == sorted(read) and len(read) >= 3 and max(read) < 200
+    assert tokens(got["a"]) == expected(r)
+    replied = got["a"][len(read) :]  # chunks come first
+    assert [d.timings.num_generated_tokens for d in replied if d.timings] == [1, 2, 3]
+
+
 # Grammar
 
 
