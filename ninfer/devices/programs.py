@@ -70,12 +70,13 @@ class ProgramCache:
     directory: Path
     cpu: str  # what "native" means here: part of the key
     portable: bool = False  # no CPU-specific flags
+    extra: tuple[str, ...] = ()  # flags after all others
     workers: int = field(factory=lambda: os.cpu_count() or 1)
     _libraries: dict[Path, ctypes.CDLL] = field(factory=dict)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (*BASE_FLAGS, *(() if self.portable else self.compiler.native))
+        return (*BASE_FLAGS, *(() if self.portable else self.compiler.native), *self.extra)
 
     def addresses(
         self, sources: Sequence[Source], progress: Callable[[int, int], None] = lambda done, total: None
