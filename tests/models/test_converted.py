@@ -117,7 +117,7 @@ class Ternary(SyntheticArtifact):
         super().__init__("qwen3.5-tiny", "pq2_0")
         self.config = {
             **self.config, "hidden_size": 1024, "num_attention_heads": 4, "linear_num_value_heads": 8,
-            "vocab_size": 256, "num_hidden_layers": 2, "full_attention_interval": 2,
+            "vocab_size": 256, "num_hidden_layers": 2, "full_attention_interval": 2, "mtp_num_hidden_layers": 0,
         }  # fmt: skip
         self._shapes = shapes_of(self.config)
         names = [
