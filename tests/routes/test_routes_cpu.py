@@ -151,7 +151,11 @@ def stored_blocks(fmt: QuantFormat) -> NDArray[np.uint8]:
     return raw if fmt.split else raw.reshape(-1, fmt.block_bytes)
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if not f.is_plain], ids=str)
+COMMON = {"q4_0", "q4_k", "q6_k", "q8_0", "q4_g64", "q5_g64", "q8_g32", "t2_g128", "iq4_xs", "iq3_s", "mxfp4"}
+CODED = [f if f.name in COMMON else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS if not f.is_plain]
+
+
+@pytest.mark.parametrize("fmt", CODED, ids=str)
 def test_decoders_give_the_values_of_numpy(device: CpuDevice, lowering: Lowering, fmt: QuantFormat) -> None:
     raw = stored_blocks(fmt)
     if fmt.split:
