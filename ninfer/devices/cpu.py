@@ -163,7 +163,7 @@ class CpuDevice:
     def bind(
         self, plan: Plan, memory: CpuMemory, consts: Mapping[str, NDArray[Any]], entries: Mapping[str, int]
     ) -> CpuExecutable:
-        return CpuExecutable(self, plan, memory, consts, entries)
+        return CpuExecutable(plan, memory, consts, entries, self)
 
     def run(self, launches: NDArray[Any]) -> None:
         assert self._lib is not None
@@ -171,41 +171,21 @@ class CpuDevice:
 
 
 @define(eq=False)
-class CpuExecutable:
-    """A plan bound to addresses: segments of kernels, each one foreign call, and reference calls between."""
+class HostExecutable:
+    """A plan bound to host memory: its records, its results, and where operands lie."""
 
-    device: CpuDevice
     plan: Plan
     memory: CpuMemory
     consts: Mapping[str, NDArray[Any]]
     entries: Mapping[str, int]
     frames: list[Frame] = field(init=False)
     results: NDArray[np.uint8] = field(init=False)
-    _segments: list[NDArray[Any] | Launch] = field(factory=list)
-    _keep: list[object] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         if len(self.memory.arena) < self.plan.arena_bytes:
             raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}")
         self.frames = [Frame.of(env) for env in self.plan.frames]
         self.results = aligned(self.plan.result_bytes, 256)
-        run: list[tuple[int, int, int]] = []
-        for launch in self.plan.launches:
-            if launch.source is None:
-                self._flush(run)
-                self._segments.append(launch)
-                continue
-            pointers = [self.frames[launch.frame].header.ctypes.data, *map(self._address, launch.args)]
-            block = (ctypes.c_void_p * len(pointers))(*pointers)
-            self._keep.append(block)
-            x, y, z = launch.geometry.grid
-            run.append((self.entries[launch.source.entry], ctypes.addressof(block), x * y * z))
-        self._flush(run)
-
-    def _flush(self, run: list[tuple[int, int, int]]) -> None:
-        if run:
-            self._segments.append(np.array(run, _LAUNCH))
-            run.clear()
 
     @property
     def env(self) -> Env:
@@ -219,7 +199,8 @@ class CpuExecutable:
     def step(self) -> Mapping[str, NDArray[Any]]:
         return self.frames[0].step
 
-    def _array(self, ref: BufferRef) -> Array:
+    def array(self, ref: BufferRef) -> Array:
+        """An operand with its full extents; of the arena and the results, all from its offset on."""
         match ref.place:
             case Place.ARENA:
                 return self.memory.arena[ref.offset :]
@@ -234,8 +215,12 @@ class CpuExecutable:
             case Place.CONST:
                 return self.consts[ref.name]
 
+    def pointers(self, launch: Launch) -> list[int]:
+        """The header's address and the operands'."""
+        return [self.frames[launch.frame].header.ctypes.data, *map(self._address, launch.args)]
+
     def _address(self, ref: BufferRef) -> int:
-        array = self._array(ref)
+        array = self.array(ref)
         raw = array.raw if isinstance(array, Packed) else array
         if not raw.flags.c_contiguous:
             raise ValueError(f"operand {ref} is not contiguous")
@@ -243,7 +228,7 @@ class CpuExecutable:
 
     def view(self, ref: BufferRef, type: TensorType, frame: int = 0) -> Array:
         """An operand of a launch with its step's counts; a record that is yet to be written has its full extents."""
-        array = self._array(ref)
+        array = self.array(ref)
         if isinstance(array, Packed):
             return array
         if ref.place in (Place.ARENA, Place.RESULT):
@@ -255,6 +240,44 @@ class CpuExecutable:
         counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
         header = self.frames[frame].header
         return array[: int(header[counts[first]])] if isinstance(first, Sym) and first in counts else array
+
+    def outputs(self) -> dict[str, NDArray[Any]]:
+        """Views of the last launch's outputs, with its counts."""
+        outputs = {}
+        for name, (ref, type) in self.plan.outputs.items():
+            view = self.view(ref, type, ref.frame)
+            assert not isinstance(view, Packed)
+            outputs[name] = view
+        return outputs
+
+
+@define(eq=False)
+class CpuExecutable(HostExecutable):
+    """Segments of kernels, each one foreign call, and reference calls between."""
+
+    device: CpuDevice
+    _segments: list[NDArray[Any] | Launch] = field(factory=list)
+    _keep: list[object] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        run: list[tuple[int, int, int]] = []
+        for launch in self.plan.launches:
+            if launch.source is None:
+                self._flush(run)
+                self._segments.append(launch)
+                continue
+            pointers = self.pointers(launch)
+            block = (ctypes.c_void_p * len(pointers))(*pointers)
+            self._keep.append(block)
+            x, y, z = launch.geometry.grid
+            run.append((self.entries[launch.source.entry], ctypes.addressof(block), x * y * z))
+        self._flush(run)
+
+    def _flush(self, run: list[tuple[int, int, int]]) -> None:
+        if run:
+            self._segments.append(np.array(run, _LAUNCH))
+            run.clear()
 
     def _reference(self, launch: Launch) -> None:
         operands = [self.view(r, t, launch.frame) for r, t in zip(launch.args, launch.types, strict=True)]
@@ -270,12 +293,7 @@ class CpuExecutable:
                 self._reference(segment)
             else:
                 self.device.run(segment)
-        outputs = {}
-        for name, (ref, type) in self.plan.outputs.items():
-            view = self.view(ref, type, ref.frame)
-            assert not isinstance(view, Packed)
-            outputs[name] = view
-        return outputs
+        return self.outputs()
 
 
 @define(eq=False)

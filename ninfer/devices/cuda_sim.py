@@ -17,13 +17,13 @@ from attrs import define, field
 from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo, Source
-from ninfer.devices.cpu import CpuMemory, Frame, aligned
-from ninfer.devices.plan import BufferRef, Launch, Place, Plan
+from ninfer.devices.cpu import CpuMemory, HostExecutable, aligned
+from ninfer.devices.plan import Launch, Plan
 from ninfer.devices.programs import ProgramCache
 from ninfer.errors import DeviceError
 from ninfer.formats.bits import U8Array
 from ninfer.formats.quant import Packed, QuantFormat
-from ninfer.ir.types import Array, Env, Sym, TensorType
+from ninfer.ir.types import Array, Env, TensorType
 
 _SHIM = Path(__file__).resolve().parent.parent / "templates" / "sim" / "cuda_shim.hpp"
 _ONE_AT_A_TIME = Lock()  # the simulation's own state is static
@@ -104,7 +104,8 @@ class SimDevice:
     def bind(
         self, plan: Plan, memory: CpuMemory, consts: Mapping[str, NDArray[Any]], entries: Mapping[str, int]
     ) -> SimExecutable:
-        return SimExecutable(self, plan, memory, consts, entries)
+        on_device = {name: _aligned_copy(array) for name, array in consts.items()}
+        return SimExecutable(plan, memory, on_device, entries, self)
 
 
 def _aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
@@ -115,57 +116,17 @@ def _aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
 
 
 @define(eq=False)
-class SimExecutable:
+class SimExecutable(HostExecutable):
     device: SimDevice
-    plan: Plan
-    memory: CpuMemory
-    consts: Mapping[str, NDArray[Any]]
-    entries: Mapping[str, int]
-    frames: list[Frame] = field(init=False)
-    results: NDArray[np.uint8] = field(init=False)
-    _on_device: dict[str, NDArray[Any]] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        if len(self.memory.arena) < self.plan.arena_bytes:
-            raise ValueError(f"the plan needs an arena of {self.plan.arena_bytes} bytes, not {len(self.memory.arena)}")
-        self.frames = [Frame.of(env) for env in self.plan.frames]
-        self.results = aligned(self.plan.result_bytes, 256)
-        self._on_device = {name: _aligned_copy(array) for name, array in self.consts.items()}
-
-    @property
-    def env(self) -> Env:
-        return self.plan.env
-
-    @property
-    def header(self) -> NDArray[Any]:
-        return self.frames[0].header
-
-    @property
-    def step(self) -> Mapping[str, NDArray[Any]]:
-        return self.frames[0].step
-
-    def _array(self, ref: BufferRef) -> NDArray[Any]:
-        match ref.place:
-            case Place.ARENA:
-                return self.memory.arena[ref.offset :]
-            case Place.RESULT:
-                return self.results[ref.offset :]
-            case Place.WEIGHT:
-                weight = self.memory.weights[ref.name]
-                return weight.raw if isinstance(weight, Packed) else weight
-            case Place.STATE:
-                return self.memory.states[ref.name]
-            case Place.STEP:
-                return self.frames[ref.frame].step[ref.name]
-            case Place.CONST:
-                return self._on_device[ref.name]
 
     def _gemm_s8(self, launch: Launch, p: Mapping[str, Any]) -> None:
         """What devices/cuda.py has a library do, by numpy: sums below 2**53 are exact in float64."""
         rows, n, k = int(self.header[str(p["rows_field"])]), int(p["n"]), int(p["k"])
 
         def operand(name: str, count: int, dtype: type[np.generic]) -> NDArray[Any]:
-            flat = self._array(launch.args[int(p[name])]).reshape(-1).view(np.uint8)[int(p[f"{name}_offset"]) :]
+            array = self.array(launch.args[int(p[name])])
+            assert not isinstance(array, Packed)
+            flat = array.reshape(-1).view(np.uint8)[int(p[f"{name}_offset"]) :]
             return flat[: count * np.dtype(dtype).itemsize].view(dtype)
 
         a, b = (operand(x, r * k, np.int8).reshape(r, k).astype(np.float64) for x, r in (("a", rows), ("b", n)))
@@ -178,11 +139,10 @@ class SimExecutable:
         if launch.source is None:
             what = launch.library[0] if launch.library else "the op's reference"
             raise DeviceError(f"{launch.op.key}: the simulation cannot run {what}")
-        pointers = [self.frames[launch.frame].header.ctypes.data, *(self._array(a).ctypes.data for a in launch.args)]
         run_kernel(
             launch.source.entry,
             self.entries[launch.source.entry],
-            pointers,
+            self.pointers(launch),
             launch.geometry.grid,
             launch.geometry.block,
             launch.geometry.shared,
@@ -192,15 +152,7 @@ class SimExecutable:
     def launch(self) -> dict[str, NDArray[Any]]:
         for launch in self.plan.launches:
             self._run(launch)
-        counts = {Sym.T: "rows", Sym.L: "logit_rows", Sym.B: "seqs"}
-        outputs = {}
-        for name, (ref, type) in self.plan.outputs.items():
-            env, header = self.plan.frames[ref.frame], self.frames[ref.frame].header
-            flat = self._array(ref).reshape(-1).view(np.uint8)[: type.nbytes(env)]
-            view = flat.view(type.dtype.numpy).reshape(type.concrete(env))
-            first = type.shape[0] if type.shape else 0
-            outputs[name] = view[: int(header[counts[first]])] if first in counts else view
-        return outputs
+        return self.outputs()
 
 
 def run_kernel(

@@ -290,29 +290,23 @@ ATTENTION_FLASH = Route(
     numerics="cuda.flash",
     rtol=1e-2,  # queries and weights are rounded to the cache's type: 8 bits of bf16
 )
-ATTENTION_SIMPLE = Route(
-    name="attention.cuda.simple",
-    op=Attention,
-    device="cuda",
-    template="cuda/attention_simple.cu.j2",
-    geometry=_simple_geometry,
-    refuse=_simple_refuse,
-    context=_simple_context,
-    numerics="cuda.simple",
-)
-BLOCK_ATTENTION = Route(
-    name="block_attention.cuda.simple",
-    op=BlockAttention,
-    device="cuda",
-    template="cuda/attention_simple.cu.j2",
-    geometry=_simple_geometry,
-    refuse=_simple_refuse,
-    context=_simple_context,
-    numerics="cuda.simple",
-)
+
+
+def _simple(op: type[Any], name: str) -> Route[Any]:
+    return Route(
+        name=f"{name}.cuda.simple",
+        op=op,
+        device="cuda",
+        template="cuda/attention_simple.cu.j2",
+        geometry=_simple_geometry,
+        refuse=_simple_refuse,
+        context=_simple_context,
+        numerics="cuda.simple",
+    )
+
 
 ROUTES: tuple[Route[Any], ...] = (
-    BLOCK_ATTENTION,
+    _simple(BlockAttention, "block_attention"),
     FUSED_ATTENTION,
     FUSED_ATTENTION_CODED,
     ROPE,
@@ -320,5 +314,5 @@ ROUTES: tuple[Route[Any], ...] = (
     ATTENTION_SPLIT,
     ATTENTION_SPLIT_CODED,
     ATTENTION_FLASH,
-    ATTENTION_SIMPLE,
+    _simple(Attention, "attention"),
 )

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ninfer.text.call_reader import MAX_TAG, CallReader, call_id
 from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Text
 from ninfer.text.stream import overlap
 
 BARE = ("<function=", "<function name=", "<invoke name=")
 OPENERS = ("<tool_call>", "<function_calls>", *BARE)
 CLOSERS = ("</tool_call>", "</function_calls>", "</function>", "</invoke>")
-MAX_TAG = 256  # characters; a longer one is no tag
 
 _WRAP = re.compile(r"\s*(?:<function_calls>\s*)?(<tool_call>)?\s*")
 _NAMED = re.compile(r"<(?:function|invoke)(?:=|\s+name\s*=\s*)\"?([\w.:-]+)\"?\s*>")
@@ -34,43 +33,25 @@ _LAST_VALUE_END = re.compile(r"\n?(?:</param(?:eter)?>\s*)?\Z")
 _ENDS_OF_VALUE = ("</parameter>", "</param>", "</function></tool_call>")
 
 
-def call_id() -> str:
-    return "call_" + secrets.token_hex(12)
-
-
-class ToolParser:
-    """tools: name -> JSON schema of the parameters. parallel False: nothing after the first call counts."""
+class ToolParser(CallReader):
+    """Of the spellings above."""
 
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True, new_id: Callable[[], str] = call_id
     ) -> None:
-        self._tools = tools
-        self._parallel = parallel
-        self._new_id = new_id
-        self._state: Callable[[list[Part]], bool] = self._text
-        self._buf = ""
+        super().__init__(tools, parallel=parallel, new_id=new_id)
         self._last = "\n"  # the text's last character
-        self._index = -1  # of the call
         self._schema: Mapping[str, Any] = {}
         self._num_parameters = 0
         self._value: _Value | None = None
         self._scan = _JsonScan()
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        self._buf += text
-        while self._buf and self._state(parts):
-            pass
-        return parts
-
     def finish(self, *, complete: bool) -> list[Part]:
-        """No more comes. complete: the model ended here; what it left open is closed. Otherwise it stays open."""
         parts: list[Part] = []
         state = self._state
         if state == self._head:
             self._refuse(parts)
-            while self._buf and self._state(parts):
-                pass
+            self._run(parts)
             state = self._state
         if state in (self._text, self._head):
             self._say(self._buf, parts)
@@ -83,7 +64,7 @@ class ToolParser:
         self._buf = ""
         return parts
 
-    # States. Each takes what it can from the buffer; False: it needs to see more.
+    # States
 
     def _text(self, parts: list[Part]) -> bool:
         at = min((i for o in OPENERS if (i := self._buf.find(o)) >= 0), default=-1)
@@ -197,12 +178,9 @@ class ToolParser:
         rest = self._buf.lstrip()
         if not rest or any(c.startswith(rest) for c in CLOSERS):
             return False
-        self._state, self._last = (self._text if self._parallel else self._drop), "\n"
+        self._end_call()
+        self._last = "\n"
         return True
-
-    def _drop(self, parts: list[Part]) -> bool:
-        self._buf = ""
-        return False
 
     # Steps
 

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ninfer.text.call_reader import MAX_TAG, CallReader, call_id
 from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Text
 from ninfer.text.stream import overlap
-from ninfer.text.tools import MAX_TAG, call_id
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
@@ -27,34 +27,20 @@ _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-class GemmaParser:
-    """tools: names are what counts. parallel False: nothing after the first call counts."""
+class GemmaParser(CallReader):
+    """Of tools, only the names count."""
 
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True, new_id: Callable[[], str] = call_id
     ) -> None:
-        self._tools = tools
-        self._parallel = parallel
-        self._new_id = new_id
-        self._state: Callable[[list[Part]], bool] = self._text
-        self._buf = ""
-        self._index = -1  # of the call
+        super().__init__(tools, parallel=parallel, new_id=new_id)
         self._arguments = _Arguments()
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        self._buf += text
-        while self._buf and self._state(parts):
-            pass
-        return parts
-
     def finish(self, *, complete: bool) -> list[Part]:
-        """No more comes. complete: the model ended here; what it left open is closed. Otherwise it stays open."""
         parts: list[Part] = []
         while self._state == self._head:  # half a head is text, and there may be another behind it
             self._refuse(parts)
-            while self._buf and self._state(parts):
-                pass
+            self._run(parts)
         if self._state == self._text and self._buf:
             parts.append(Text(self._buf))
         elif self._state == self._in_call and complete:
@@ -62,7 +48,7 @@ class GemmaParser:
         self._buf = ""
         return parts
 
-    # States. Each takes what it can from the buffer; False: it needs to see more.
+    # States
 
     def _text(self, parts: list[Part]) -> bool:
         at = self._buf.find(OPEN)
@@ -111,16 +97,11 @@ class GemmaParser:
     def _after(self, parts: list[Part]) -> bool:
         rest = self._buf.lstrip("}] \t\r\n")
         if rest.startswith(CLOSE):
-            self._buf, self._state = rest[len(CLOSE) :], self._text if self._parallel else self._drop
-            return True
-        if CLOSE.startswith(rest):
+            self._buf = rest[len(CLOSE) :]
+        elif CLOSE.startswith(rest):
             return False
-        self._state = self._text if self._parallel else self._drop
+        self._end_call()
         return True
-
-    def _drop(self, parts: list[Part]) -> bool:
-        self._buf = ""
-        return False
 
 
 class _Arguments:

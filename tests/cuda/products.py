@@ -13,13 +13,12 @@ from ninfer.devices.cpu import aligned
 from ninfer.devices.cuda_sim import SIM_FEATURES, run_kernel, sim_info
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import Packed
-from ninfer.ir.op import Case
 from ninfer.ir.step import HEADER
-from ninfer.ir.types import Env
 from ninfer.routes import linear_cuda
 from ninfer.routes.cuda_layout import layout_of
 from ninfer.routes.render import Renderer
-from ninfer.routes.route import Candidate, Geometry, RouteRegistry
+from ninfer.routes.route import Geometry, RouteRegistry
+from tests.cuda import parity
 
 UNITS = 5
 REGISTRY = RouteRegistry(linear_cuda.routes(UNITS))
@@ -29,11 +28,7 @@ RENDERER = Renderer(sim_info(UNITS))
 
 
 @frozen
-class Trial:
-    case: Case
-    candidate: Candidate
-    env: Env
-
+class Trial(parity.Trial):
     @property
     def id(self) -> str:
         return f"{self.case.name}-{self.candidate.id}-for{self.env.rows}"

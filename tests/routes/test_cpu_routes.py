@@ -43,7 +43,7 @@ def info_of(isa: str) -> DeviceInfo:
     return cpu_info(portable=isa == "portable")
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("portable", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["native", "portable"])
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuDevice:
     compiler = find_compiler()
     assert compiler is not None, "these tests need a C++ compiler"

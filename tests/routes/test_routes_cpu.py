@@ -111,20 +111,25 @@ def sliced(case: Case, rows: slice) -> Case:
 @pytest.mark.parametrize("op", [Linear, LinearAdd, LinearSwiglu], ids=lambda op: op.__name__)
 def test_a_product_has_the_same_bits_at_every_width(device: CpuDevice, lowering: Lowering, op: type[Op]) -> None:
     """Narrow steps take another route than wide ones; a row does not notice."""
-    work = []
+    trials = []
     for name in ("q4_1", "q8_0", "q6_k", "q4_g64", "iq4_nl", "q2_k"):
         case = product(op, by_name(name), rows=37, n=50, k=512)
-        work += [(case, w) for w in (1, 2, 3, 5, 8, 12, 37)]
-    for case, width in work:
-        chosen = lowering.selector.registry.candidates(
-            case.op, case.types, evolve(case.env, rows=width), device.info
-        )[0]  # fmt: skip
-        whole = lowering.selector.registry.candidates(case.op, case.types, case.env, device.info)[0]
+        whole = first_candidate(case, device)
+        for width in (1, 2, 3, 5, 8, 12, 37):
+            part = slice(37 - width, 37)
+            less = sliced(case, part)
+            trials.append((case, whole, part, less, first_candidate(less, device)))
+    work = [x for case, whole, _, less, chosen in trials for x in ((case, whole), (less, chosen))]
+    compile_all(device, lowering, work)
+    for case, whole, part, less, chosen in trials:
         assert chosen.route.numerics == whole.route.numerics
-        part = slice(37 - width, 37)
         (want,) = run_case(device, lowering, case, whole).outputs
-        (got,) = run_case(device, lowering, sliced(case, part), chosen).outputs
-        np.testing.assert_array_equal(got, want[part], err_msg=f"width {width} by {chosen.id}")
+        (got,) = run_case(device, lowering, less, chosen).outputs
+        np.testing.assert_array_equal(got, want[part], err_msg=f"{case.name}, rows {part} by {chosen.id}")
+
+
+def first_candidate(case: Case, device: CpuDevice) -> Candidate:
+    return REGISTRY.candidates(case.op, case.types, case.env, device.info)[0]
 
 
 def product(op: type[Op], fmt: QuantFormat, *, rows: int, n: int, k: int) -> Case:
@@ -151,12 +156,11 @@ def stored_blocks(fmt: QuantFormat) -> NDArray[np.uint8]:
     return raw if fmt.split else raw.reshape(-1, fmt.block_bytes)
 
 
-COMMON = {"q4_0", "q4_k", "q6_k", "q8_0", "q4_g64", "q5_g64", "q8_g32", "t2_g128", "iq4_xs", "iq3_s", "mxfp4"}
-CODED = [f if f.name in COMMON else pytest.param(f, marks=pytest.mark.slow) for f in FORMATS if not f.is_plain]
+CODED = [f for f in FORMATS if not f.is_plain]
 
 
-@pytest.mark.parametrize("fmt", CODED, ids=str)
-def test_decoders_give_the_values_of_numpy(device: CpuDevice, lowering: Lowering, fmt: QuantFormat) -> None:
+def decoding(fmt: QuantFormat) -> Case:
+    """Every row of stored blocks, looked up."""
     raw = stored_blocks(fmt)
     if fmt.split:
         n, k = 8, 2 * fmt.block * max(1, 128 // fmt.block)
@@ -165,9 +169,28 @@ def test_decoders_give_the_values_of_numpy(device: CpuDevice, lowering: Lowering
     weight = Packed(fmt, np.ascontiguousarray(raw).reshape(-1), (n, k))
     tokens = np.arange(n, dtype=np.int32)
     types = (TensorType((T,), cw.ints(T, [0])[0].dtype), TensorType((n, k), fmt=fmt))
-    case = Case(Embed(), fmt.name, types, (tokens, weight), Env(n, 1, 1))
-    (candidate,) = REGISTRY.candidates(case.op, case.types, case.env, device.info)
+    return Case(Embed(), fmt.name, types, (tokens, weight), Env(n, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def decoders(device: CpuDevice, lowering: Lowering) -> dict[str, tuple[Case, Candidate]]:
+    """Compiled all at once, which takes a fraction of one after the other."""
+    found = {}
+    for fmt in CODED:
+        case = decoding(fmt)
+        found[fmt.name] = case, first_candidate(case, device)
+    compile_all(device, lowering, found.values())
+    return found
+
+
+@pytest.mark.parametrize("fmt", CODED, ids=str)
+def test_decoders_give_the_values_of_numpy(
+    device: CpuDevice, lowering: Lowering, decoders: dict[str, tuple[Case, Candidate]], fmt: QuantFormat
+) -> None:
+    case, candidate = decoders[fmt.name]
     (got,) = run_case(device, lowering, case, candidate).outputs
+    weight = case.arrays[1]
+    assert isinstance(weight, Packed)
     np.testing.assert_array_equal(got, weight.f32())
 
 
@@ -177,7 +200,9 @@ def test_a_nan_in_an_activation_reaches_the_output(device: CpuDevice, lowering: 
     x = np.array(case.arrays[0])
     x[4, 40], x[6, 3] = np.nan, np.inf
     case = evolve(case, arrays=(x, *case.arrays[1:]))
-    for candidate in all_widths(case, device):
+    every = all_widths(case, device)
+    compile_all(device, lowering, [(case, candidate) for candidate in every])
+    for candidate in every:
         (y,) = run_case(device, lowering, case, candidate).outputs
         finite = np.isfinite(y).all(axis=1)
         assert not finite[4] and not finite[6] and finite[[0, 1, 2, 3, 5, 7, 8]].all(), candidate.id

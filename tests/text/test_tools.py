@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Reasoning, Text, joined
 from ninfer.text.reasoning import ReasoningSplit
 from ninfer.text.tools import ToolParser
+from tests.text.streamed import calls, read
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -30,19 +31,8 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 
-def parse(text: str, cuts: list[int] | None = None, *, complete: bool = True, **kwargs: Any) -> list[Part]:
-    numbers = count()
-    parser = ToolParser(TOOLS, new_id=lambda: f"id{next(numbers)}", **kwargs)
-    parts: list[Part] = []
-    for begin, end in zip([0, *(cuts or [])], [*(cuts or []), len(text)], strict=True):
-        parts += parser.feed(text[begin:end])
-    return joined(parts + parser.finish(complete=complete))
-
-
-def calls(parts: list[Part]) -> list[tuple[str, Any]]:
-    names = [p.name for p in parts if isinstance(p, CallBegin)]
-    arguments = [json.loads(p.json) for p in parts if isinstance(p, CallArguments)]
-    return list(zip(names, arguments, strict=True))
+def parse(text: str, cuts: Sequence[int] = (), **kwargs: Any) -> list[Part]:
+    return read(ToolParser, TOOLS, text, cuts, **kwargs)
 
 
 def xml(name: str, **values: str) -> str:

@@ -5,31 +5,22 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import combinations, count
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
 
-from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Text, joined
+from ninfer.text.parts import CallArguments, CallBegin, CallEnd, Part, Text
 from ninfer.text.tools_gemma import GemmaParser
+from tests.text.streamed import calls, read
 
 TOOLS: dict[str, dict[str, Any]] = {"weather": {}, "ping": {}}
 Q = '<|"|>'
 
 
-def parse(text: str, cuts: list[int] | tuple[int, ...] = (), *, complete: bool = True, **kwargs: Any) -> list[Part]:
-    numbers = count()
-    parser = GemmaParser(TOOLS, new_id=lambda: f"id{next(numbers)}", **kwargs)
-    parts: list[Part] = []
-    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        parts += parser.feed(text[begin:end])
-    return joined(parts + parser.finish(complete=complete))
-
-
-def calls(parts: list[Part]) -> list[tuple[str, Any]]:
-    names = [p.name for p in parts if isinstance(p, CallBegin)]
-    arguments = [json.loads(p.json) for p in parts if isinstance(p, CallArguments)]
-    return list(zip(names, arguments, strict=True))
+def parse(text: str, cuts: Sequence[int] = (), **kwargs: Any) -> list[Part]:
+    return read(GemmaParser, TOOLS, text, cuts, **kwargs)
 
 
 def said(parts: list[Part]) -> str:

@@ -20,7 +20,7 @@ from ninfer.ir import casework as cw
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.op import Case, Op, require
 from ninfer.ir.ops.checks import are_ints, is_rows
-from ninfer.ir.ops.sample import Sample, adjusted, draw, kept, sample
+from ninfer.ir.ops.sample import Sample, adjusted, draw, kept, sample, settings_case
 from ninfer.ir.step import MASK_ROWS, PROPOSAL_COPY, SAMPLE_PARAMS
 from ninfer.ir.types import Array, Arrays, B, Env, L, S, T, TensorType, Types, f32_array, ints, plain
 
@@ -123,10 +123,8 @@ class SampleRejecting(Sample):
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
-        (case,) = Sample.cases()
-        n = len(plain(case.arrays[0]))
-        params = plain(case.arrays[1]).copy()
-        records = params.view(SAMPLE_PARAMS.numpy).reshape(n)
+        case, params, records = settings_case()
+        n = len(records)
         records["proposal"] = [i % 3 for i in range(n)]
         dice = cw.rng(8)
         proposals = np.zeros((2, MASK_ROWS, 8), np.float32)

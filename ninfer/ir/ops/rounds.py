@@ -25,6 +25,7 @@ _PAST_FIELDS = "row_count seq_slot kv_len room most_drafts"
 SEQ_FIELDS = f"row_start {_PAST_FIELDS}"
 NEXT_FIELDS = f"header tokens positions row_seq count_mode {SEQ_FIELDS} logit_rows"
 NUM_NEXT = len(NEXT_FIELDS.split())
+COUNTING = {"flag_counts": FLAG_COUNTS, "generated": COUNT_GENERATED, "uncounted": COUNT_NONE}  # as templates need it
 
 
 def _check_next(op: Op, fields: Types) -> None:

@@ -226,6 +226,13 @@ class Sample(Op):
         yield Case(cls(990), "settings", types, arrays, Env(12, 12, 2, slots=2), 2e-5, 2e-5, FLAG_LOGPROBS)
 
 
+def settings_case() -> tuple[Case, NDArray[Any], NDArray[Any]]:
+    """Sample's own case, and a copy of its settings to change: as the operand and as records, one memory."""
+    (case,) = Sample.cases()
+    params = plain(case.arrays[1]).copy()
+    return case, params, params.view(SAMPLE_PARAMS.numpy).reshape(-1)
+
+
 @frozen
 class SampleAhead(Sample):
     """Sample over rows of drafts: penalties count the tokens of a sequence's rows up to the one drawn after; the first
@@ -256,10 +263,8 @@ class SampleAhead(Sample):
 
     @classmethod
     def cases(cls) -> Iterable[Case]:
-        (case,) = Sample.cases()
-        n = len(plain(case.arrays[0]))
-        params = plain(case.arrays[1]).copy()
-        records = params.view(SAMPLE_PARAMS.numpy).reshape(n)
+        case, params, records = settings_case()
+        n = len(records)
         records["flags"] |= USE_PENALTIES
         records["slot"] = [i // 6 for i in range(n)]
         records["repetition_penalty"], records["presence_penalty"] = 1.4, 3.0
