@@ -18,6 +18,7 @@ SIGNATURE = "ninfer-reasoning.v1:"  # what follows is the reasoning, base64
 def read_messages(body: Value) -> tuple[list[dict[str, Any]], str]:
     """Messages for the template, and how the reply begins: a last assistant message is gone on with."""
     found = [{"role": "system", "content": s} for s in _system(body["system"])]
+    _check_results(body["messages"])
     for message in body["messages"].items():
         role = choice("user", "assistant", "system")(message["role"])
         if role == "assistant":
@@ -33,6 +34,27 @@ def read_messages(body: Value) -> tuple[list[dict[str, Any]], str]:
     if not last["content"]:
         raise body["messages"].refused("the last message has nothing to go on with")
     return found[:-1], last["content"]
+
+
+def _check_results(messages: Value) -> None:
+    """Every call of an assistant turn has one result in the user turn after it. A history may begin with results."""
+    open_calls: dict[str, Value] = {}
+    for message in messages.items():
+        content = message["content"]
+        blocks = [] if isinstance(content.raw, str) else list(content.items())
+        if message["role"].raw == "assistant":
+            open_calls |= {text(b["id"]): b for b in blocks if b["type"].raw == "tool_use"}
+            continue
+        called = bool(open_calls)
+        for block in blocks:
+            if called and block["type"].raw == "tool_result":
+                id = text(block["tool_use_id"])
+                if open_calls.pop(id, None) is None:
+                    raise block["tool_use_id"].refused(f"the turn before has no call {id[:40]!r} that waits for this")
+        for call in open_calls.values():
+            raise call.refused("has no tool_result in the turn after it")
+    for call in open_calls.values():
+        raise call.refused("has no tool_result in the turn after it")
 
 
 def _system(value: Value) -> Iterable[str]:

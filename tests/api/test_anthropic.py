@@ -23,6 +23,7 @@ TOOLS: Any = [
     }
 ]
 USER: Any = [{"role": "user", "content": "hi"}]
+RESULT: Any = {"type": "tool_result", "tool_use_id": "a", "content": "sun"}
 
 
 @pytest.fixture
@@ -126,6 +127,30 @@ def test_a_history_of_blocks_becomes_turns(server: Server) -> None:
     text = prompt(server)
     assert "user\none two<|end|>" in text and "assistant\ncalling<tool_call>" in text
     assert text.index("Rome") < text.index("Oslo") < text.index("sun") < text.index("snow") < text.index("user\nand")
+
+
+@pytest.mark.parametrize(
+    ("following", "path"),
+    [
+        ([], "messages[1].content[0]"),
+        ([{"role": "user", "content": "well?"}], "messages[1].content[0]"),
+        ([{"role": "system", "content": "be kind"}, {"role": "user", "content": [RESULT]}], "messages[1].content[0]"),
+        ([{"role": "user", "content": [{**RESULT, "tool_use_id": "b"}]}], "messages[2].content[0].tool_use_id"),
+        ([{"role": "user", "content": [RESULT, RESULT]}], "messages[2].content[1].tool_use_id"),
+    ],
+)
+def test_every_call_has_one_result_in_the_turn_after_it(
+    server: Server, following: list[dict[str, Any]], path: str
+) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [call]}]
+    refused = post(server, messages=[*history, *following])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(f"{path}: ")
+    answered = [*history, {"role": "user", "content": [RESULT]}]
+    assert post(server, messages=answered).status_code == 200
+    only = [{"role": "user", "content": [RESULT]}]
+    assert post(server, messages=only).status_code == 200
 
 
 def test_hidden_thinking_travels_in_its_signature(server: Server) -> None:

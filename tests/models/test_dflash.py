@@ -189,6 +189,49 @@ def test_drafts_never_change_a_text(tmp_path: Path, name: str, drafts: int) -> N
     assert stats is not None and stats.num_accepted > 20
 
 
+class Turns:
+    """A grammar with memory: odd and even tokens take turns."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fill(self, row: Any) -> bool:
+        row.view(np.uint32)[:] = 0xAAAAAAAA if self.count % 2 else 0x55555555
+        return True
+
+    def accept(self, token: int) -> bool:
+        fits = token % 2 == self.count % 2
+        self.count += fits
+        return fits
+
+    def rollback(self, num_tokens: int) -> None:
+        self.count -= num_tokens
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_a_grammar_holds_under_drafts(tmp_path: Path, name: str) -> None:
+    model = comma_drafter(tmp_path / "drafter", name)
+    prompts = [tuple(tiny_cases()[i]["prompt_ids"]) for i in (3, 5)]
+
+    def asked(temperature: float) -> list[GenerateRequest]:
+        sampling = Sampling(temperature=temperature, seed=1)
+        return [
+            GenerateRequest(id=str(i), prompt_ids=ids, sampling=sampling, max_tokens=30, mask=Turns())
+            for i, ids in enumerate(prompts)
+        ]
+
+    with engine(spec=name, draft_model=model, draft_tokens=3, ngram_draft_tokens=0) as drafted, engine() as plain:
+        for temperature in (0.0, 1.0):
+            got, alone = drive(drafted, asked(temperature)), drive(plain, asked(temperature))
+            for id in alone:
+                ids, want = ([t.id for d in deltas[id] for t in d.tokens] for deltas in (got, alone))
+                assert [t % 2 for t in ids] == [i % 2 for i in range(30)]
+                if name == "dflash" or not temperature:  # rejection has the distribution, not the text
+                    assert ids == want
+        stats = drafted.stats().drafts
+    assert stats is not None and stats.num_accepted
+
+
 @pytest.mark.slow
 def test_the_simulated_gpu_drafts_as_the_processor(tmp_path: Path) -> None:
     model = comma_drafter(tmp_path / "drafter", "dflash")
