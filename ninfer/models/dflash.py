@@ -18,6 +18,7 @@ from attrs import frozen
 
 from ninfer.errors import ArtifactError
 from ninfer.formats.kv import KVFormat
+from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.attention import Attention, KvAppend, kv_state, rope
 from ninfer.ir.ops.block import BlockAttention, BlockConv, SelectDrafts, block_attention, block_conv
@@ -138,6 +139,11 @@ def parse(config: Mapping[str, Any]) -> DFlashSpec:
     )
 
 
+def cache_format(kv: KVFormat) -> KVFormat:
+    """Of a drafter whose target has a cache of format `kv`: drafters keep plain values, as they were trained."""
+    return kv if kv.is_plain else kv_by_name("bf16")
+
+
 @frozen
 class _Builder:
     """One graph over the drafter's weights and the target's embedding and head."""
@@ -237,10 +243,10 @@ class _Builder:
 
 
 def build(spec: DFlashSpec, target: ModelSpec, info: Info, *, kv: KVFormat, mode: str, rounds: Rounds) -> Graph:
-    """Mode "context": the rows' taps become keys and values. "block": `draft` at the logit rows, DFlash2 with its
-    `candidates` and their probabilities `q`; "block_logits" with `hidden` and `logits` too."""
+    """kv: of the target's cache. Mode "context": the rows' taps become keys and values. "block": `draft` at the logit
+    rows, DFlash2 with its `candidates` and their probabilities `q`; "block_logits" with `hidden` and `logits` too."""
     g = Graph()
-    b = _Builder(g, spec, target, kv, Stored(g, info))
+    b = _Builder(g, spec, target, cache_format(kv), Stored(g, info))
     freqs = g.const("drafter.freqs", TensorType((spec.head_dim // 2,)), spec.rope.frequencies())
     if mode == CONTEXT:
         rings = [ring_load(g, tap_ring(g, i, spec.hidden_size, rounds.tap_rows)) for i in spec.taps]

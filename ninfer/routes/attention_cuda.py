@@ -37,6 +37,8 @@ def _append_refuse(op: KvAppend, types: Types) -> str | None:
 
 
 def _simple_refuse(op: Attention, types: Types) -> str | None:
+    if op.head_dim % 32:
+        return f"a warp reads heads of multiples of 32 values, not {op.head_dim}"
     return None if op.fmt.is_plain else f"reads plain caches, not {op.fmt.name}"
 
 

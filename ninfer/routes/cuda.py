@@ -7,6 +7,7 @@ from typing import Any
 
 from ninfer.routes import (
     attention_cuda,
+    block_cuda,
     elementwise_cuda,
     embed_cuda,
     experts_cuda,
@@ -38,4 +39,5 @@ def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any],
         *sample_cuda.ROUTES,
         *journal_cuda.ROUTES,
         *rounds_cuda.ROUTES,
+        *block_cuda.ROUTES,
     )

@@ -23,33 +23,34 @@ def _vocabulary(types: Types) -> int:
     return v
 
 
-def _blocks(op: Sample) -> int:
+def slices(op: Sample) -> int:
     return ceil(op.domain / SLICE)
 
 
 def _row_bytes(op: Sample, types: Types) -> int:
-    blocks = _blocks(op)
+    blocks = slices(op)
     nbytes = 12 * BINS + blocks * (_SLICE_BYTES + _BEST_BYTES * (1 + step.NUM_TOP)) + 8 * _vocabulary(types) + 4
     return ceil(nbytes / 16) * 16
 
 
-def _workspace(op: Sample, types: Types, env: Env, tuning: Tuning) -> int:
+def workspace(op: Sample, types: Types, env: Env, tuning: Tuning) -> int:
     return env.logit_rows * _row_bytes(op, types)
 
 
-def _geometry(op: Sample, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    return Geometry((_blocks(op), env.logit_rows, 1), 256)
+def geometry(op: Sample, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((slices(op), env.logit_rows, 1), 256)
 
 
-def _context(op: Sample, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+def context(op: Sample, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     ahead = isinstance(op, SampleAhead)
     return {
         "ahead": ahead,
+        "rejects": None,
         "more": " const i32* tokens, const i32* row_seq, const i32* row_start, const i32* logit_rows," if ahead else "",
         "draw": {
             "V": _vocabulary(types),
             "domain": op.domain,
-            "blocks": _blocks(op),
+            "blocks": slices(op),
             "bins": BINS,
             "num_top": step.NUM_TOP,
             "row_bytes": _row_bytes(op, types),
@@ -87,12 +88,12 @@ SAMPLE = Route(
     op=Sample,
     device="cuda",
     template="cuda/sample_scan.cu.j2",
-    geometry=_geometry,
-    context=_context,
-    workspace=_workspace,
+    geometry=geometry,
+    context=context,
+    workspace=workspace,
     then=(
-        Stage(template="cuda/sample_count.cu.j2", geometry=_geometry),
-        Stage(template="cuda/sample_pick.cu.j2", geometry=_geometry),
+        Stage(template="cuda/sample_count.cu.j2", geometry=geometry),
+        Stage(template="cuda/sample_pick.cu.j2", geometry=geometry),
     ),
     numerics="cuda",
 )
@@ -101,9 +102,9 @@ SAMPLE_AHEAD = Route(
     op=SampleAhead,
     device="cuda",
     template="cuda/sample_scan.cu.j2",
-    geometry=_geometry,
-    context=_context,
-    workspace=_workspace,
+    geometry=geometry,
+    context=context,
+    workspace=workspace,
     then=SAMPLE.then,
     numerics="cuda",
 )

@@ -27,6 +27,7 @@ from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant, dequantize
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.ops.reject import REJECT_OPS
 from ninfer.ir.ops.sample import Sample
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
 from ninfer.ir.types import B, Env, M, P, S, Sym, T, TensorType
@@ -44,7 +45,8 @@ GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, QuantizeRows, RmsNormQuant)
-ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *BLOCK_OPS, *LINEAR_OPS)))
+BLOCKS = (*BLOCK_OPS, *REJECT_OPS)
+ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *FUSED, *JOURNAL_OPS, *BLOCKS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
 

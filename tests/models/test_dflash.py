@@ -17,8 +17,11 @@ from ninfer.artifacts import open_artifact
 from ninfer.artifacts.beside import Beside
 from ninfer.cli.convert import body as convert
 from ninfer.config import EngineConfig
+from ninfer.devices.cuda_sim import sim_info
 from ninfer.errors import ArtifactError, UsageError
-from ninfer.formats.kv import by_name
+from ninfer.formats.kv import KV_FORMATS, by_name
+from ninfer.ir.ops.attention import Attention, KvAppend
+from ninfer.ir.types import Env
 from ninfer.models import dflash, identify
 from ninfer.models.family import Rounds
 from ninfer.runtime.batch import Draw, SeqRows
@@ -29,6 +32,7 @@ from ninfer.runtime.request import GenerateRequest, Sampling
 from ninfer.runtime.steps import fill_step
 from ninfer.runtime.weights import bind_weights
 from tests.checkpoints import DATA, GREEDY, TINY_GGUF, limits, oracle, tiny_cases
+from tests.cuda.parity import lowering_for
 from tests.drawn import checkpoint
 from tests.drawn_drafter import drafter_checkpoint, shapes
 
@@ -143,10 +147,10 @@ def test_proposals_are_drawn_from_the_probabilities_that_are_kept(folders: Mappi
 COMMA = tiny_cases()[3]["greedy_ids"][1]
 
 
-def comma_drafter(folder: Path, name: str) -> Path:
+def comma_drafter(folder: Path, name: str, **changes: Any) -> Path:
     """For tiny-qwen35: layers so weak that a mask keeps its embedding, which is the comma's."""
     config = json.loads((DATA / name / "config.json").read_text())
-    config |= {"hidden_size": 256, "vocab_size": 4096, "num_target_layers": 8}
+    config |= {"hidden_size": 256, "vocab_size": 4096, "num_target_layers": 8, **changes}
     config["dflash_config"] |= {"mask_token_id": COMMA, "target_layer_ids": [1, 4, 6]}
     dice = np.random.default_rng(5)
     tensors: dict[str, NDArray[Any]] = {}
@@ -233,23 +237,51 @@ def test_a_grammar_holds_under_drafts(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_simulated_gpu_drafts_as_the_processor(tmp_path: Path) -> None:
-    model = comma_drafter(tmp_path / "drafter", "dflash")
+@pytest.mark.parametrize("kv", ["bf16", "rk8v4"])
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_the_simulated_gpu_drafts_as_the_processor(tmp_path: Path, name: str, kv: str) -> None:
+    model = comma_drafter(tmp_path / "drafter", name)
     prompt = tuple(tiny_cases()[3]["prompt_ids"])
-    request = GenerateRequest(id="0", prompt_ids=prompt, sampling=Sampling(temperature=0), max_tokens=24)
+    requests = [
+        GenerateRequest(
+            id=str(i), prompt_ids=prompt, sampling=Sampling(temperature=t, top_p=p, seed=i), max_tokens=24, logprobs=1
+        )
+        for i, (t, p) in enumerate([(0.0, 1.0), (1.4, 1.0), (1.4, 0.9)])
+    ]
     found = []
     for device in ("cpu", "cuda-sim"):
-        settings = {"device": device, "max_context": 128, "max_concurrency": 1, "prefill_chunk": 64}
-        with engine(spec="dflash", draft_model=model, draft_tokens=3, ngram_draft_tokens=0, **settings) as drafted:
-            text = [t.id for d in drive(drafted, [request])["0"] for t in d.tokens]
-            found.append((text, drafted.stats().drafts))
-    assert found[0] == found[1] and found[0][1] is not None and found[0][1].num_accepted > 3
+        settings = {"device": device, "max_context": 128, "max_concurrency": 3, "prefill_chunk": 64, "kv_dtype": kv}
+        with engine(spec=name, draft_model=model, draft_tokens=3, ngram_draft_tokens=0, **settings) as drafted:
+            deltas = drive(drafted, requests)
+            tokens = [[t for d in deltas[r.id] for t in d.tokens] for r in requests]
+            found.append(([[t.id for t in own] for own in tokens], drafted.stats().drafts))
+            logprobs = np.array([[t.logprob for t in own] for own in tokens])
+    assert found[0] == found[1] and found[0][1] is not None and found[0][1].num_accepted > 9
+    assert np.isfinite(logprobs).all() and (logprobs <= 0).all()
 
 
 def test_a_device_without_its_kernels_is_one_line(tmp_path: Path) -> None:
-    model = comma_drafter(tmp_path / "drafter", "dflash2")
-    with pytest.raises(UsageError, match=r"^--spec dflash2: no route for .*; use --spec mtp or ngram, .*--device cpu$"):
+    model = comma_drafter(tmp_path / "drafter", "dflash2", head_dim=48)
+    line = r"^--spec dflash2: no route for .* heads of multiples of 32 values, not 48.*; use --spec .* --device cpu$"
+    with pytest.raises(UsageError, match=line):
         engine(device="cuda-sim", spec="dflash2", draft_model=model, max_context=128, prefill_chunk=64)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_a_drafter_keeps_plain_values_beside_a_coded_cache(tmp_path: Path, name: str) -> None:
+    """So that every --kv-dtype has kernels for it on a GPU."""
+    target = open_artifact(TINY_GGUF)
+    drafter = open_artifact(comma_drafter(tmp_path / "drafter", name))
+    _, spec = identify(target.config)
+    own = dflash.parse(drafter.config)
+    rounds = Rounds(hidden_rows=0, journal_rows=8, taps=own.taps, tap_rows=64, candidates=16)
+    info, lowering = Beside(target, drafter, dflash.PREFIX).info, lowering_for(sim_info())
+    for kv in KV_FORMATS:
+        for mode in (dflash.CONTEXT, dflash.BLOCK):
+            graph = dflash.build(own, spec, info, kv=kv, mode=mode, rounds=rounds)
+            found = {n.op.fmt for n in graph.nodes if isinstance(n.op, Attention | KvAppend)}
+            assert found == {kv if kv.is_plain else by_name("bf16")}
+            lowering.lower(graph, Env(rows=32, logit_rows=32, seqs=4, slots=4, pages=16, max_pages=4))
 
 
 def test_a_drafter_in_the_models_own_file(tmp_path: Path) -> None:

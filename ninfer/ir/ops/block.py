@@ -1,7 +1,6 @@
 """What drafters need that fill a whole block of positions in one pass (models/dflash.py).
 
-A CPU runs the references as they are. On GPUs there is attention, which is all that DFlash needs; what DFlash2 adds has
-no kernels yet.
+A CPU runs the references as they are; GPUs have kernels.
 """
 
 from __future__ import annotations

@@ -187,10 +187,9 @@ def lower_rounds(
         try:
             plans[mode] = {env.rows: lowering.lower(graph_at(graph, env), env) for env in envs}
         except NoRoute as error:
-            raise UsageError(
-                f"--spec {plan.name}: {str(error).splitlines()[0]}; use --spec mtp or ngram, another --kv-dtype, or "
-                "--device cpu"
-            ) from None
+            what, *why = str(error).splitlines()
+            reason = f" ({' '.join(why[0].split())})" if len(why) == 2 else ""  # of the only route, before what to try
+            raise UsageError(f"--spec {plan.name}: {what}{reason}; use --spec mtp or ngram, or --device cpu") from None
     return plans
 
 
