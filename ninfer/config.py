@@ -170,6 +170,8 @@ class EngineConfig:
     draft_model: Path | None = flag("the drafter of --spec dflash or dflash2: a folder", Path, value="PATH")
     draft_tokens: int | None = flag("drafts per round (what suits the drafter)", whole(1, 15))
     adaptive_mtp: bool = flag("let survival and time choose how many drafts a round of --spec mtp has", default=False)
+    lm_head_draft: bool = flag("draft by the file's proposal head; an error where it has none", default=False)
+    full_draft_head: bool = flag("draft by the model's head where the file has a proposal head", default=False)
     ngram_draft_tokens: int = flag(
         "longest copy of earlier text drafted in a round with --spec", whole(0, 15), default=15
     )

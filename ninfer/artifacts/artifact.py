@@ -13,11 +13,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from attrs import evolve, field, frozen
+from numpy.typing import NDArray
 
 from ninfer.errors import ArtifactError
 from ninfer.formats.bits import F32Array, U8Array
 from ninfer.formats.quant import Packed, QuantFormat
+
+PROPOSAL_HEAD = "proposal.lm_head.weight"
 
 
 @frozen
@@ -109,6 +113,15 @@ class Artifact(ABC):
     def divisors(self, name: str) -> tuple[float, ...]:
         """Of the activations that meet a matrix in products with 4-bit activations, if any are given."""
         return ()
+
+    @property
+    def has_proposal(self) -> bool:
+        """Whether the parameter PROPOSAL_HEAD holds a head for drafts."""
+        return False
+
+    def proposal_ids(self) -> NDArray[np.int32] | None:
+        """Tokens of the rows of that head; None: every token, in order."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

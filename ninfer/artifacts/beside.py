@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
 
 
@@ -39,6 +42,13 @@ class Beside(Artifact):
     def divisors(self, name: str) -> tuple[float, ...]:
         artifact, inner = self._of(name)
         return artifact.divisors(inner)
+
+    @property
+    def has_proposal(self) -> bool:
+        return self._model.has_proposal
+
+    def proposal_ids(self) -> NDArray[np.int32] | None:
+        return self._model.proposal_ids()
 
     def close(self) -> None:
         self._model.close()

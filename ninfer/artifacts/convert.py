@@ -15,12 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, TensorInfo, TokenizerFiles
 from ninfer.artifacts.drafters import DRAFTERS, drafter_map, stored_drafter_config
-from ninfer.artifacts.logical import Tensor, flat, is_tabled, part_name, stored_config, tensor_map
+from ninfer.artifacts.logical import (
+    EMBEDDING,
+    HEAD,
+    PROPOSAL,
+    Tensor,
+    flat,
+    is_tabled,
+    part_name,
+    stored_config,
+    tensor_map,
+)
 from ninfer.artifacts.ninfer_formats import names_of
 from ninfer.artifacts.quantize import keeps
 from ninfer.artifacts.recipes import KEEP, Recipe
@@ -74,6 +84,11 @@ class Plan:
     drafters: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]  # config, and what metadata notes
     name: str
     sources: Mapping[str, str]
+    proposal: Matrix | None = None  # rows of the head, for drafts; `index` has their tokens
+
+    @property
+    def objects(self) -> tuple[Matrix, ...]:
+        return (*self.matrices, *self.vectors, *(() if self.proposal is None else (self.proposal,)))
 
     @cached_property
     def _by_tensor(self) -> dict[str, list[Matrix]]:
@@ -102,7 +117,7 @@ class Plan:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(m.format.nbytes(m.shape) for m in (*self.matrices, *self.vectors))
+        return sum(m.format.nbytes(m.shape) for m in self.objects)
 
 
 def make_plan(
@@ -113,8 +128,12 @@ def make_plan(
     name: str,
     components: Sequence[str] = ("text",),
     resources: Mapping[str, Path] | None = None,
+    proposal: Sequence[int] | None = None,
 ) -> Plan:
-    """Raises UsageError or ArtifactError before anything is read: what does not fit, and what would."""
+    """proposal: tokens of a head for drafts.
+
+    Raises UsageError or ArtifactError before anything is read: what does not fit, and what would.
+    """
     _check_sources(recipe, sources)
     holders = [s for s in sources.values() if EMBEDDING_TENSOR in s]  # whole models; else the text is that of base
     config = flat(base.config)
@@ -172,7 +191,22 @@ def make_plan(
         drafters,
         name,
         {"base": str(base.path.name), **{n: str(s.path.name) for n, s in sources.items()}},
+        None if proposal is None else proposal_head(matrices, proposal),
     )
+
+
+def proposal_head(matrices: Sequence[Matrix], tokens: Sequence[int]) -> Matrix:
+    """Rows of the head as it is written, so that a draft scores as it does with the whole.   Raises UsageError."""
+    head = next((m for name in (HEAD, EMBEDDING) for m in matrices if m.parts[0][0] == name), None)
+    if head is None:
+        raise UsageError("--proposal: only models of the Qwen3.5 and Llama families can have a proposal head")
+    index = np.asarray(tokens, np.intp)
+    try:
+        head.format.nbytes((len(index), head.shape[1]))
+    except ArtifactError as error:
+        raise UsageError(f"--proposal-rows {len(index)}: {error}") from None
+    return evolve(head, id=f"w.{PROPOSAL}", parts=((PROPOSAL, len(index)),), index=index,
+                  shape=(len(index), head.shape[1]))  # fmt: skip
 
 
 def _causal(config: Mapping[str, Any]) -> bool | None:

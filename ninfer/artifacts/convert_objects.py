@@ -12,7 +12,7 @@ import numpy as np
 from ninfer.artifacts.artifact import Parameter
 from ninfer.artifacts.convert import Matrix, Plan, vector_values
 from ninfer.artifacts.drafters import context_aliases
-from ninfer.artifacts.logical import EMBEDDING, EMBEDDING_ROWS, Tensor, inputs_of, is_tabled
+from ninfer.artifacts.logical import EMBEDDING, EMBEDDING_ROWS, PROPOSAL_IDS, Tensor, inputs_of, is_tabled
 from ninfer.artifacts.names.delta import tiled_columns
 from ninfer.artifacts.ninfer_formats import CONTIGUOUS, names_of
 from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, Sink, pieces_of, raw_object
@@ -30,7 +30,7 @@ def to_artifact(plan: Plan) -> NewArtifact:
     """Objects whose bytes are made when the writer asks."""
     bindings, uses = dict[str, Any](), list[dict[str, Any]]()
     objects, more = list[NewObject](), _Auxiliaries(plan)
-    for m in (*plan.matrices, *plan.vectors):
+    for m in plan.objects:
         objects.append(_object(m, plan.tensors.get(m.tensor)))
         at = 0
         for part, rows in m.parts:
@@ -49,12 +49,19 @@ def to_artifact(plan: Plan) -> NewArtifact:
                 uses += [_use(part, i, m.policy, auxiliaries) for i in inputs]
                 uses += [_use(a, i, m.policy, auxiliaries) for a in aliases for i in inputs_of(a)]
     objects += more.objects
+    if plan.proposal is not None:
+        ids = np.asarray(plan.proposal.index, "<i4")
+        objects.append(raw_object(f"w.{PROPOSAL_IDS}", ids.tobytes(), shape=ids.shape, format="int32",
+                                  layout=CONTIGUOUS))  # fmt: skip
+        bindings[PROPOSAL_IDS] = {"object": f"w.{PROPOSAL_IDS}"}
     if "text/output_head" not in bindings and "text/token_embedding" in bindings:
         bindings["text/output_head"] = bindings["text/token_embedding"]
     objects += [raw_object(f"r.{role}", raw) for role, raw in plan.resources.items()]
     components: dict[str, Any] = {
         "text": {"config": plan.config, "resources": {role: f"r.{role}" for role in plan.resources}}
     }
+    if plan.proposal is not None:
+        components["text"]["proposal"] = {"domain": "indexed", "rows": plan.proposal.shape[0]}
     if "mtp" in plan.components:
         arch = "Qwen3_5MoeMTP" if "num_experts" in plan.config else "Qwen3_5MTP"
         components["mtp"] = {"config": {"architectures": [arch]}, "target": "text"}

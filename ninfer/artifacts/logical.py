@@ -68,6 +68,7 @@ MTP = {
 }
 TABLED = ("qwen3_5_text", "qwen3_5_moe_text", "llama")
 PLAIN = ("text", "mtp")  # components whose parameters may have checkpoint names
+HEAD, PROPOSAL, PROPOSAL_IDS = "text/output_head", "proposal/head", "proposal/token_ids"
 EMBEDDING, EMBEDDING_ROWS = "text/token_embedding", "text/token_embedding/rows"  # the second: an input in uses
 GATE_UP = "mlp.experts.gate_up_proj"
 
@@ -136,7 +137,7 @@ _FFN = ("mlp/gate", "mlp/up", "moe/router", "moe/shared_score", "moe/shared/gate
 
 def inputs_of(part: str, components: tuple[str, ...] = ("text",)) -> tuple[str, ...]:
     """Names of the activations that a logical matrix multiplies; none for the embedding and for plain names."""
-    if part == "text/output_head":
+    if part in (HEAD, PROPOSAL):
         return tuple(f"{c}/final_hidden" for c in components if c in ("text", "mtp", "dflash", "dflash2"))
     if part == "mtp/input_projection":
         return ("mtp/stem_input",)

@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
-from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo, TokenizerFiles
+from ninfer.artifacts.artifact import PROPOSAL_HEAD, Artifact, Parameter, TensorInfo, TokenizerFiles
 from ninfer.artifacts.drafters import DRAFTERS, Drafter, drafter_map
 from ninfer.artifacts.logical import (
     GATE_UP,
     PLAIN,
+    PROPOSAL,
+    PROPOSAL_IDS,
     Tensor,
     checkpoint_config,
     part_name,
@@ -28,7 +31,7 @@ from ninfer.artifacts.logical import (
 )
 from ninfer.artifacts.ninfer_directory import Piece, parse_json
 from ninfer.artifacts.ninfer_formats import format_of
-from ninfer.artifacts.ninfer_uses import Uses
+from ninfer.artifacts.ninfer_uses import Uses, words_of
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
 from ninfer.formats.bits import U8Array
@@ -73,7 +76,7 @@ class NinferArtifact(Artifact):
         text = self.components["text"]
         self.config: dict[str, Any] = checkpoint_config(text.config, "mtp" in self.components)
         self._tensors = self._find_tensors()
-        self._uses = Uses(self.file, tuple(c for c in self.components if c in SERVED))
+        self._uses = Uses(self.file, (*(c for c in self.components if c in SERVED), "proposal"))
         self.config |= self._inputs()
         self.generation_config = self._json("generation_config.json")
         self.chat_template = self._template()
@@ -160,6 +163,7 @@ class NinferArtifact(Artifact):
         both = None if head is None or embedding is None else (self._pieces(head), self._pieces(embedding))
         if self.config.get("tie_word_embeddings") and both is not None and both[0] == both[1]:
             del found["lm_head.weight"]  # as in a checkpoint; the same bytes are not counted twice
+        found |= self._proposal_head(found)
         for component in DRAFTERS:
             if component in self.components:
                 own = drafter_map(component, self.components[component].config)
@@ -175,6 +179,34 @@ class NinferArtifact(Artifact):
             if part not in covered and component in PLAIN and "/" not in name:
                 found[name] = Tensor((part,))
         return found
+
+    def _proposal_head(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Nothing where it is the model's own head under another name."""
+        told = self.components["text"].proposal
+        if told is None:
+            return {}
+        wanted = (PROPOSAL, PROPOSAL_IDS) if told["domain"] == "indexed" else (PROPOSAL,)
+        for part in wanted:
+            if part not in self.file.directory.bindings:
+                raise self._error(f"components.text.proposal is {told['domain']}, but bindings has no {part!r}: the "
+                                  "file is incomplete")  # fmt: skip
+        tensor = Tensor((PROPOSAL,))
+        head = found.get("lm_head.weight") or found.get(EMBEDDING_TENSOR)
+        is_other = told["domain"] == "indexed" or head is None or self._pieces(head) != self._pieces(tensor)
+        return {PROPOSAL_HEAD: tensor} if is_other else {}
+
+    @property
+    def has_proposal(self) -> bool:
+        return PROPOSAL_HEAD in self._tensors
+
+    def proposal_ids(self) -> NDArray[np.int32] | None:
+        told = self.components["text"].proposal
+        if told is None or told["domain"] != "indexed":
+            return None
+        ids = words_of(self.file, self.file.directory.bindings[PROPOSAL_IDS], "int32").astype(np.int32)
+        if len(ids) != told["rows"]:
+            raise self._error(f"components.text.proposal.rows is {told['rows']}, but {PROPOSAL_IDS} has {len(ids)}")
+        return ids
 
     def _inputs(self) -> dict[str, Any]:
         """What the uses ask of activations, as config: rotations by name, and the tiled order that readers know."""

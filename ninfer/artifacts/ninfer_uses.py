@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,22 @@ from numpy.typing import NDArray
 
 from ninfer.artifacts.logical import EMBEDDING_ROWS, Tensor, inputs_of
 from ninfer.artifacts.names.delta import tiled_columns
-from ninfer.artifacts.ninfer_directory import POLICIES, Use
+from ninfer.artifacts.ninfer_directory import POLICIES, Piece, Use
 from ninfer.artifacts.ninfer_formats import check_words
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
 
 _WORDS = {"fp32": "<f4", "int32": "<i4", "bf16": "<u2"}
+
+
+def words_of(file: NinferFile, pieces: Sequence[Piece], format: str) -> NDArray[Any]:
+    """Plain words of fp32, int32 or bf16 (as they are), one after another."""
+    found = []
+    for piece in pieces:
+        o = file.directory.objects[piece.object]
+        check_words(o, format, str(file.path))
+        found.append(file.read(o.offset, o.nbytes, o.where).view(_WORDS[format])[piece.begin : piece.end])
+    return np.concatenate(found)
 
 
 class Uses:
@@ -55,19 +65,14 @@ class Uses:
         return float(values[0])
 
     def _words(self, use: Use, role: str, format: str) -> NDArray[Any]:
-        found = []
-        for piece in use.auxiliaries[role]:
-            o = self._file.directory.objects[piece.object]
-            check_words(o, format, str(self._file.path))
-            found.append(self._file.read(o.offset, o.nbytes, o.where).view(_WORDS[format])[piece.begin : piece.end])
-        return np.concatenate(found)
+        return words_of(self._file, use.auxiliaries[role], format)
 
     def rotated(self, names: Mapping[str, str]) -> dict[str, NDArray[Any]]:
         """Signs, as bf16 words, by checkpoint name.   names: checkpoint name of each logical one."""
         found: dict[str, NDArray[Any]] = {}
         for use in self._with("hadamard_signs"):
             if use.parameter not in names:
-                continue  # of a part that is not run, as the proposal head
+                continue  # of a part that is not run
             known = (*inputs_of(use.parameter, self._components), EMBEDDING_ROWS)
             if use.input not in known:
                 raise self._error(use, f"rotates it, which is not supported there; supported are {', '.join(known)}")

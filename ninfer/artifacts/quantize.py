@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.quant import FORMATS, QuantFormat, by_name
@@ -66,6 +69,13 @@ class QuantizedArtifact(Artifact):
         except ArtifactError as error:
             raise ArtifactError(f"{self.path}: tensor {name!r}: {error}") from None
         return Parameter(name, p.shape, self._format, raw)
+
+    @property
+    def has_proposal(self) -> bool:
+        return self._source.has_proposal
+
+    def proposal_ids(self) -> NDArray[np.int32] | None:
+        return self._source.proposal_ids()
 
     def close(self) -> None:
         self._source.close()

@@ -13,17 +13,19 @@ from typing import Any
 from attrs import frozen
 from tqdm import tqdm
 
-from ninfer.artifacts import open_artifact
+from ninfer.artifacts import Artifact, open_artifact
 from ninfer.artifacts.convert import COMPONENTS, Plan, make_plan
 from ninfer.artifacts.convert_objects import to_artifact
-from ninfer.artifacts.logical import checkpoint_config
+from ninfer.artifacts.logical import checkpoint_config, flat
 from ninfer.artifacts.ninfer_write import NewArtifact, check_written, write_artifact
+from ninfer.artifacts.ranking import read_ranking, shortlist
 from ninfer.artifacts.recipes import RECIPES, recipe
 from ninfer.cli.output import configure_logging, run, version
 from ninfer.config import flag, parse, text, whole
 from ninfer.errors import UsageError
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.models import identify
+from ninfer.text.tokenizer import Tokenizer
 
 DESCRIPTION = "Convert a checkpoint (a Hugging Face folder, with --source also GGUF) to one .ninfer file."
 
@@ -40,6 +42,11 @@ class ConvertConfig:
         "a file in place of the model's, as chat_template.jinja=PATH; may be repeated", text, value="ROLE=PATH",
         default=(),
     )  # fmt: skip
+    proposal: bool = flag("add a head of the most frequent tokens, by which drafts are chosen", default=False)
+    proposal_rows: int = flag("tokens of that head, or all if there are fewer", whole(1), default=131072)
+    ranking: Path | None = flag(
+        "its tokens, the most frequent first: a JSON list of ids (by id, the order of merging)", Path, value="FILE"
+    )
     name: str | None = flag("the name to serve the model under (that of --model)", text, value="NAME")
     out: Path | None = flag("the file to write; it must not exist", Path, value="FILE")
     max_file_bytes: int | None = flag("split into files of at most so many bytes (one file)", whole(16384))
@@ -65,11 +72,14 @@ def body(argv: Sequence[str]) -> int:
 
 def convert(config: ConvertConfig, model: str, recipe_name: str, out: Path) -> None:
     chosen = recipe(recipe_name)
+    if config.ranking is not None and not config.proposal:
+        raise UsageError("--ranking is for the head that --proposal adds: give both")
     sources = {name: open_artifact(path) for name, path in _pairs("--source", config.source).items()}
     if "base" in sources:
         raise UsageError("--source: the name base stands for --model; use another")
     base = open_artifact(Path(model))
     started = time.perf_counter()
+    proposal = _proposal(config, base) if config.proposal else None
     plan = make_plan(
         chosen,
         base,
@@ -77,6 +87,7 @@ def convert(config: ConvertConfig, model: str, recipe_name: str, out: Path) -> N
         name=config.name or base.display_name,
         components=_components(config.components),
         resources=_pairs("--resource", config.resource),
+        proposal=proposal,
     )
     _check_model(plan)
     new = write_with_bar(to_artifact(plan), out, config.max_file_bytes)
@@ -129,6 +140,17 @@ def _components(value: str) -> tuple[str, ...]:
     return names
 
 
+def _proposal(config: ConvertConfig, base: Artifact) -> tuple[int, ...]:
+    """Tokens of the proposal head.   Raises UsageError."""
+    spec = identify(flat(base.config))[1]
+    domain, special = spec.vocab_size, frozenset[int]()
+    if base.tokenizer_source is not None:
+        tokenizer = Tokenizer.from_artifact(base)
+        domain, special = min(domain, tokenizer.vocab_size), tokenizer.special_ids
+    ranking = () if config.ranking is None else read_ranking(config.ranking, domain)
+    return shortlist(min(config.proposal_rows, domain), domain, special, ranking)
+
+
 def _check_model(plan: Plan) -> None:
     """Builds the model's graph over what will be written: a wrong or missing tensor is refused before any is read."""
     family, spec = identify(checkpoint_config(plan.config, "mtp" in plan.components))
@@ -138,7 +160,7 @@ def _check_model(plan: Plan) -> None:
 def summary(plan: Plan, new: NewArtifact, seconds: float) -> str:
     """Bytes and bits per weight of each module."""
     sizes: dict[str, list[int]] = {}
-    for m in (*plan.matrices, *plan.vectors):
+    for m in plan.objects:
         entry = sizes.setdefault(_module(m.parts[0][0], m.policy), [0, 0])
         values = 1
         for d in m.shape:
@@ -146,7 +168,7 @@ def summary(plan: Plan, new: NewArtifact, seconds: float) -> str:
         entry[0] += m.format.nbytes(m.shape)
         entry[1] += values
     total = [sum(column) for column in zip(*sizes.values(), strict=True)]
-    copied = sum(m.format.nbytes(m.shape) for m in plan.matrices if m.is_copied)
+    copied = sum(m.format.nbytes(m.shape) for m in plan.objects if m.policy and m.is_copied)
     lines = [f"{'module':<12} {'bytes':>16} {'weights':>16} {'bits':>6}"]
     for name, (nbytes, values) in [*sorted(sizes.items(), key=lambda e: -e[1][0]), ("total", total)]:
         lines.append(f"{name:<12} {nbytes:>16,} {values:>16,} {8 * nbytes / values:>6.2f}")
@@ -164,7 +186,7 @@ def _module(part: str, policy: str) -> str:
         "self_attn": "attention", "/gdn/": "delta", "linear_attn": "delta", "expert": "experts",
         "/moe/": "experts", "mlp": "mlp",
     }  # fmt: skip
-    if part.startswith(("mtp", "dflash")):
+    if part.startswith(("mtp", "dflash", "proposal")):
         return part.split("/", 1)[0]
     return next((module for word, module in words.items() if word in part), "other")
 

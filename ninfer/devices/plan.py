@@ -78,6 +78,10 @@ class Plan:
     def sources(self) -> tuple[Source, ...]:
         return tuple(dict.fromkeys(x.source for x in self.launches if x.source is not None))
 
+    @property
+    def const_names(self) -> frozenset[str]:
+        return frozenset(ref.name for x in self.launches for ref in x.args if ref.place is Place.CONST)
+
     def table(self) -> str:
         """One line per launch: layer, op, route, output, grid."""
         lines = [f"{'layer':>5} {'op':20} {'route':36} {'grid':>14}  operands"]

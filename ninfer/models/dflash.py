@@ -31,6 +31,7 @@ from ninfer.ir.ops.reject import keep_proposals
 from ninfer.ir.types import TensorType
 from ninfer.models.family import Info, ModelSpec, Rounds, Stored, mlp, tap_ring
 from ninfer.models.fields import Fields
+from ninfer.models.proposal import draft_scores
 from ninfer.models.rope import RopeSpec
 
 PREFIX = "drafter/"  # of the drafter's tensors beside the target's
@@ -222,8 +223,7 @@ class _Builder:
     def propose(self, x: Value, *, logits: bool) -> None:
         s, g = self.spec, self.g
         hidden = self.norm(take_rows(g, x, g.step["logit_rows"]), "norm.weight")
-        name = "model.embed_tokens.weight" if self.target.tied else "lm_head.weight"
-        (scores,) = linear(g, hidden, self.w.matrix(name, s.vocab_size, s.hidden_size))
+        scores = draft_scores(self.w, self.target, hidden)
         if logits:
             g.outputs.update(hidden=hidden, logits=scores)
         if s.second is None:
@@ -246,7 +246,7 @@ def build(spec: DFlashSpec, target: ModelSpec, info: Info, *, kv: KVFormat, mode
     """kv: of the target's cache. Mode "context": the rows' taps become keys and values. "block": `draft` at the logit
     rows, DFlash2 with its `candidates` and their probabilities `q`; "block_logits" with `hidden` and `logits` too."""
     g = Graph()
-    b = _Builder(g, spec, target, cache_format(kv), Stored(g, info))
+    b = _Builder(g, spec, target, cache_format(kv), Stored(g, info, target.rotation))
     freqs = g.const("drafter.freqs", TensorType((spec.head_dim // 2,)), spec.rope.frequencies())
     if mode == CONTEXT:
         rings = [ring_load(g, tap_ring(g, i, spec.hidden_size, rounds.tap_rows)) for i in spec.taps]
@@ -259,7 +259,7 @@ def build(spec: DFlashSpec, target: ModelSpec, info: Info, *, kv: KVFormat, mode
                 b.append(c, i, freqs)
         return g
     embedding = b.w.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-    x = embed(g, g.step["tokens"], embedding)
+    x = target.rotation.embedded(g, embed(g, g.step["tokens"], embedding))
     for i in range(spec.num_layers):
         with g.layer(target.num_layers + i):
             x = b.layer(x, i, freqs)

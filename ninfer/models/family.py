@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from ninfer.artifacts import TensorInfo
 from ninfer.errors import ArtifactError, UsageError
@@ -21,6 +21,7 @@ from ninfer.ir.ops.reject import sample_rejecting
 from ninfer.ir.ops.sample import sample, sample_ahead, score
 from ninfer.ir.types import TensorType
 from ninfer.models.fields import short
+from ninfer.models.proposal import Proposal
 from ninfer.models.rope import RopeSpec
 from ninfer.models.rotation import Rotation
 
@@ -53,7 +54,11 @@ class Rounds:
 
 @frozen(kw_only=True)
 class ModelSpec(ABC):
-    """A config, checked. domain: token ids are below it; the embedding may have more rows."""
+    """A config, checked. domain: token ids are below it; the embedding may have more rows.
+
+    rotation: of matrices that are stored in another basis. proposal: the head that drafts are chosen by, if not the
+    model's.
+    """
 
     num_layers: int
     hidden_size: int
@@ -67,6 +72,8 @@ class ModelSpec(ABC):
     eps: float
     rope: RopeSpec
     tied: bool  # the head is the embedding
+    rotation: Rotation = field(factory=Rotation)
+    proposal: Proposal | None = None
 
     @property
     def summary(self) -> str:
@@ -156,6 +163,10 @@ class Stored:
     def __init__(self, g: Graph, info: Info, rotation: Rotation | None = None) -> None:
         self._g, self._info = g, info
         self.rotation = Rotation() if rotation is None else rotation
+
+    @property
+    def graph(self) -> Graph:
+        return self._g
 
     def _check(self, name: str, *shape: int) -> TensorInfo:
         info = self._info(name)

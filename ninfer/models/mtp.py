@@ -17,6 +17,7 @@ from ninfer.ir.ops.embed import embed, take_rows
 from ninfer.ir.ops.journal import argmax, concat, ring_load, ring_store
 from ninfer.ir.ops.linear import linear
 from ninfer.models.family import Info, Rounds, Stored, hidden_ring
+from ninfer.models.proposal import draft_scores
 
 if TYPE_CHECKING:
     from ninfer.models.qwen3_5 import Qwen35Spec
@@ -42,8 +43,7 @@ def build(spec: Qwen35Spec, info: Info, *, kv: KVFormat, rounds: Rounds, logits:
         x = spec.feed_forward(g, w, f"{p}mlp.", h, x)
         x = spec.norm(g, w, "mtp.norm.weight", x)
         ring_store(g, x, ring, ahead=1)
-    head = embedding if spec.tied else w.matrix("lm_head.weight", spec.vocab_size, hidden)
-    (scores,) = w.products(take_rows(g, x, g.step["logit_rows"]), head)
+    scores = draft_scores(w, spec, take_rows(g, x, g.step["logit_rows"]))
     if logits:
         g.outputs.update(logits=scores, hidden=x)
     else:

@@ -22,7 +22,7 @@ from ninfer.models import mtp
 from ninfer.models.family import Config, Family, Info, ModelSpec, Rounds, Stored, finish, mlp, tap
 from ninfer.models.fields import Fields
 from ninfer.models.rope import parse_rope
-from ninfer.models.rotation import EMBEDDING, Rotation, parse_rotation
+from ninfer.models.rotation import EMBEDDING, parse_rotation
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -43,7 +43,6 @@ class Qwen35Spec(ModelSpec):
     norm_offset: float
     mtp_layers: int
     tiled_out: frozenset[str]
-    rotation: Rotation
     state: DType = F32  # of the delta rule
 
     def with_f16_state(self) -> Self:

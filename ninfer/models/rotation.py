@@ -7,6 +7,7 @@ numbers; and by `hadamard_block`, the length of the blocks (Ternary Bonsai 2: 10
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,20 @@ class Rotation:
 
     def _vector(self, g: Graph, signs: NDArray[np.float32]) -> Value:
         """One constant for equal signs."""
-        for value, array in g.consts.items():
-            if value.name.startswith("hadamard.") and np.array_equal(array, signs):
+        name = f"hadamard.{next(i for i, s in enumerate(self._kinds) if np.array_equal(s, signs))}"
+        for value in g.consts:
+            if value.name == name:
                 return value
-        count = sum(value.name.startswith("hadamard.") for value in g.consts)
-        return g.const(f"hadamard.{count}", TensorType(signs.shape), signs)
+        return g.const(name, TensorType(signs.shape), signs)
+
+    @cached_property
+    def _kinds(self) -> list[NDArray[np.float32]]:
+        """Those that differ, so that a name means the same signs in every graph of a model."""
+        found: list[NDArray[np.float32]] = []
+        for signs in self.signs.values():
+            if not any(np.array_equal(signs, other) for other in found):
+                found.append(signs)
+        return found
 
 
 def parse_rotation(f: Fields) -> Rotation:

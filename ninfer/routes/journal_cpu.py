@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ninfer.ir.ops.journal import Argmax, Concat, ConvPeek, DeltaPeek, RingLoad, RingStore
+from ninfer.ir.ops.journal import NEVER, Argmax, Concat, ConvPeek, DeltaPeek, PickColumns, RingLoad, RingStore
 from ninfer.ir.types import Env, Types
 from ninfer.routes import recurrent_cpu
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -26,8 +26,12 @@ def _load(op: RingLoad, types: Types, env: Env, tuning: Tuning) -> Mapping[str, 
     return {"store": False, "ahead": 0, "places": places, "n": n, "first": 2}
 
 
-def _concat_geometry(op: Concat, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def _wide_geometry(op: Concat | PickColumns, types: Types, env: Env, tuning: Tuning) -> Geometry:
     return by_elements(types[-1], env)
+
+
+def _never(op: PickColumns, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"never": NEVER}
 
 
 def _argmax_geometry(op: Argmax, types: Types, env: Env, tuning: Tuning) -> Geometry:
@@ -75,7 +79,7 @@ CONCAT = Route(
     op=Concat,
     device="cpu",
     template="cpu/concat.cpp.j2",
-    geometry=_concat_geometry,
+    geometry=_wide_geometry,
     numerics="exact",
 )
 ARGMAX = Route(
@@ -86,5 +90,14 @@ ARGMAX = Route(
     geometry=_argmax_geometry,
     numerics="exact",
 )
+PICK_COLUMNS = Route(
+    name="pick_columns.cpu",
+    op=PickColumns,
+    device="cpu",
+    template="cpu/pick_columns.cpp.j2",
+    geometry=_wide_geometry,
+    context=_never,
+    numerics="exact",
+)
 
-ROUTES: tuple[Route[Any], ...] = (RING_STORE, RING_LOAD, CONV_PEEK, DELTA_PEEK, CONCAT, ARGMAX)
+ROUTES: tuple[Route[Any], ...] = (RING_STORE, RING_LOAD, CONV_PEEK, DELTA_PEEK, CONCAT, ARGMAX, PICK_COLUMNS)

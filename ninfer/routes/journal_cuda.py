@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from ninfer.ir.ops.journal import Argmax, Concat, ConvPeek, DeltaPeek, RingLoad, RingStore
+from ninfer.ir.ops.journal import NEVER, Argmax, Concat, ConvPeek, DeltaPeek, PickColumns, RingLoad, RingStore
 from ninfer.ir.types import Env, Types
 from ninfer.routes import recurrent_cuda
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -26,7 +26,7 @@ def _load(op: RingLoad, types: Types, env: Env, tuning: Tuning) -> Mapping[str, 
     return {"store": False, "ahead": 0, "places": types[0].shape[1]}
 
 
-def _concat_geometry(op: Concat, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def _wide_geometry(op: Concat | PickColumns, types: Types, env: Env, tuning: Tuning) -> Geometry:
     rows, n = types[-1].concrete(env)
     return Geometry((ceil(rows * n / 256), 1, 1), 256)
 
@@ -40,6 +40,17 @@ def _concat(op: Concat, types: Types, env: Env, tuning: Tuning) -> Mapping[str, 
         "body": "",
         "body_one": f"const u64 row = at / N;\n    const int k = (int)(at % N);\n"
         f"    y[at] = k < {n} ? a[row * {n} + k] : b[row * (N - {n}) + k - {n}];",
+    }
+
+
+def _pick(op: PickColumns, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {
+        "arguments": [{"type": "f32", "name": "x"}, {"type": "i32", "name": "index"}],
+        "vector": 1,
+        "formula": f"y[j] = x[index[j]], {NEVER} where the index is negative",
+        "body": "",
+        "body_one": f"const u64 row = at / N;\n    const int i = index[at % N];\n"
+        f"    y[at] = i < 0 ? (f32){NEVER} : x[row * {types[0].shape[1]} + i];",
     }
 
 
@@ -101,7 +112,7 @@ CONCAT = Route(
     op=Concat,
     device="cuda",
     template="cuda/elementwise.cu.j2",
-    geometry=_concat_geometry,
+    geometry=_wide_geometry,
     context=_concat,
     numerics="exact",
 )
@@ -115,5 +126,14 @@ ARGMAX = Route(
     workspace=_argmax_workspace,
     numerics="exact",
 )
+PICK_COLUMNS = Route(
+    name="pick_columns.cuda",
+    op=PickColumns,
+    device="cuda",
+    template="cuda/elementwise.cu.j2",
+    geometry=_wide_geometry,
+    context=_pick,
+    numerics="exact",
+)
 
-ROUTES: tuple[Route[Any], ...] = (RING_STORE, RING_LOAD, CONV_PEEK, DELTA_PEEK, CONCAT, ARGMAX)
+ROUTES: tuple[Route[Any], ...] = (RING_STORE, RING_LOAD, CONV_PEEK, DELTA_PEEK, CONCAT, ARGMAX, PICK_COLUMNS)

@@ -19,6 +19,7 @@ from ninfer.artifacts.quantize import quantize
 from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
 from ninfer.config import EngineConfig
 from ninfer.devices.base import DeviceInfo
+from ninfer.devices.plan import Plan
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
@@ -27,6 +28,7 @@ from ninfer.ir.types import Env, TensorType
 from ninfer.models import dflash, identify
 from ninfer.models.dflash import DFlashSpec
 from ninfer.models.family import Family, ModelSpec, Rounds
+from ninfer.models.proposal import parse_proposal
 from ninfer.routes.measure import Calibration, calibrate
 from ninfer.routes.profile import cache_dir, save_profile, user_path
 from ninfer.runtime.backend import Backend, Progress, Report, open_backend
@@ -51,6 +53,8 @@ from ninfer.runtime.runner import (
 from ninfer.runtime.steps import fill_step
 from ninfer.text.chat import TURN_ENDS, ChatTemplate
 from ninfer.text.tokenizer import Tokenizer
+
+DRAFTED_BY_HEAD = ("mtp", "dflash", "dflash2")  # choices of --spec
 
 
 def no_report(label: str, text: str) -> None:
@@ -111,6 +115,7 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
         spec = spec.with_yarn(config.rope_yarn)
     if config.gdn_state_fp16:
         spec = spec.with_f16_state()
+    spec = _with_proposal(spec, artifact, config)
     report("model", f"{family.name}  {spec.summary}")
     report("weights", artifact.summary())
     kv = kv_by_name(config.kv_dtype)
@@ -121,6 +126,29 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
     drafter.check(spec)
     report("drafter", f"{drafter.name}  {drafter.num_layers} layers of {drafter.hidden_size}  {beside.summary()}")
     return Model(Beside(artifact, beside, dflash.PREFIX), family, spec, kv, tokenizer, drafter)
+
+
+def _with_proposal(spec: ModelSpec, artifact: Artifact, config: EngineConfig) -> ModelSpec:
+    """--lm-head-draft, --full-draft-head: by default drafts are chosen by the file's proposal head.   Raises
+    ArtifactError, UsageError."""
+    if config.lm_head_draft and config.full_draft_head:
+        raise UsageError("--lm-head-draft and --full-draft-head exclude each other: leave one of them out")
+    if config.lm_head_draft and config.spec not in DRAFTED_BY_HEAD:
+        raise UsageError(f"--lm-head-draft: --spec {config.spec} draws no drafts from a head; use it with "
+                         f"{', '.join(DRAFTED_BY_HEAD)}")  # fmt: skip
+    if not artifact.has_proposal:
+        if config.lm_head_draft:
+            raise UsageError(
+                f"--lm-head-draft: {artifact.path} has no proposal head; convert with --proposal, or leave it "
+                "out to draft by the model's head"
+            )
+        return spec
+    if config.full_draft_head or config.spec not in DRAFTED_BY_HEAD:
+        return spec
+    try:
+        return attrs.evolve(spec, proposal=parse_proposal(artifact.proposal_ids(), spec.vocab_size))
+    except ArtifactError as error:
+        raise ArtifactError(f"{artifact.path}: {error}; --full-draft-head drafts without it") from None
 
 
 def _recoded(artifact: Artifact, spec: ModelSpec, config: EngineConfig) -> Artifact:
@@ -181,13 +209,17 @@ def load(
     store = StateStore(memory, states)
     given = given_tier(found.values(), model.spec, model.kv, store, limits)
     consts = const_arrays(*graphs)
-    bound = {m: {w: device.bind(p, memory, consts, entries) for w, p in by.items()} for m, by in plans.items()}
+
+    def bind(plan: Plan) -> Any:
+        return device.bind(plan, memory, {name: consts[name] for name in plan.const_names}, entries)
+
+    bound = {mode: {width: bind(plan) for width, plan in by.items()} for mode, by in plans.items()}
     widths = ", ".join(map(str, plans["sample"]))
     report("plans", f"widths {widths}  {len(entries)} kernels  ready in {time.perf_counter() - started:.1f} s")
     speculation = None
     if rounds is not None:
         runs = {mode: Stage(by_width) for mode, by_width in bound.items()}
-        chain = {shape: device.bind(p, memory, consts, entries) for shape, p in chains.items()}
+        chain = {shape: bind(plan) for shape, plan in chains.items()}
         speculation = speculation_of(rounds, runs, model.tokenizer.special_ids, chain)
     return Loaded(
         runner=CompiledRunner(limits, device, memory, bound["sample"], store, _fingerprint(model, config), given),
@@ -224,7 +256,7 @@ def _fingerprint(model: Model, config: EngineConfig) -> str:
         "kv": model.kv.name,
         "weights": (config.quantize, config.embedding_q4, config.lm_head_q6),
         "prefill": config.prefill_activations,
-        "spec": model.spec,
+        "spec": attrs.evolve(model.spec, proposal=None),  # no cached byte depends on it
         "drafter": (config.spec, config.draft_model),
     }
     return fingerprint(facts)

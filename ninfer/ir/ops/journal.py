@@ -26,6 +26,7 @@ from ninfer.ir.ops.recurrent import SEQ_FIELDS, CausalConvSilu, GatedDelta
 from ninfer.ir.types import Array, Arrays, B, Env, L, S, T, TensorType, Types, f32_array, ints, plain
 
 ROW_FIELDS = "row_seq row_start seq_slot kv_len"
+NEVER = -1.0e15  # a score that no other is below; squares of it are finite
 
 
 def _places(ring: Array, fields: Sequence[Array], ahead: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -165,6 +166,32 @@ class Argmax(Op):
         yield Case(cls(990), "l4", (xt,), (x,), Env(4, 4, 1), rtol=0, atol=0)
 
 
+@frozen
+class PickColumns(Op):
+    """y[r, j] = x[r, index[j]], or NEVER where index[j] < 0.   x: [R, N]; index: i32 [V] -> [R, V].
+
+    Scores of some tokens become scores of all, of which those that have none are never the largest.
+    """
+
+    def infer(self, args: Types) -> Types:
+        x, index = args
+        is_rows(self, "x", x)
+        require(self, len(index.shape) == 1 and index.dtype is I32, f"index must be i32 [V], not {index}")
+        return (TensorType((x.shape[0], *index.shape)),)
+
+    def reference(self, args: Arrays) -> Arrays:
+        x, index = f32_array(args[0]), ints(args[1])
+        return (np.where(index < 0, np.float32(NEVER), x[:, np.maximum(index, 0)]),)
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        for n_rows in (1, 5):
+            (xt, x), index = cw.rows(L, n_rows, 96), cw.rng(7).permutation(300).astype(np.int32)
+            index[index >= 96] = -1
+            types = (xt, TensorType((300,), I32))
+            yield Case(cls(), f"l{n_rows}", types, (x, index), Env(n_rows, n_rows, 1), rtol=0, atol=0)
+
+
 def _ring_case() -> Case:
     """A ring of 6 places; sequences of 1, 5 and 3 rows, one of which crosses the ring's end."""
     ring = cw.rng(3).standard_normal((4, 6, 24)).astype(np.float32)
@@ -214,4 +241,8 @@ def argmax(g: Graph, x: Value, *, domain: int) -> Value:
     return g.one(Argmax(domain), x)
 
 
-JOURNAL_OPS: tuple[type[Op], ...] = (RingStore, RingLoad, ConvPeek, DeltaPeek, Concat, Argmax)
+def pick_columns(g: Graph, x: Value, index: Value) -> Value:
+    return g.one(PickColumns(), x, index)
+
+
+JOURNAL_OPS: tuple[type[Op], ...] = (RingStore, RingLoad, ConvPeek, DeltaPeek, Concat, Argmax, PickColumns)

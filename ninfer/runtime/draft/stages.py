@@ -138,6 +138,12 @@ def plan_rounds(
             f"--draft-tokens {num_drafts}: this drafter fills blocks of {drafter.block_size} positions, the first of "
             f"which is no draft; use --draft-tokens {_block_drafts(drafter)}"
         )
+    second = None if drafter is None else drafter.second
+    if second is not None and spec.proposal is not None and spec.proposal.has(spec.domain) < second.count:
+        raise UsageError(
+            f"--spec {config.spec}: the proposal head has {spec.proposal.has(spec.domain)} tokens, fewer than the "
+            f"{second.count} candidates of a draft; use --full-draft-head"
+        )
     rows = 1 + max(num_drafts, copied)
     most = max(config.prefill_chunk, config.max_concurrency, rows)
     taps = () if drafter is None else drafter.taps
@@ -146,7 +152,7 @@ def plan_rounds(
         journal_rows=rows,
         taps=taps,
         tap_rows=most if taps else 0,
-        candidates=drafter.second.count if drafter is not None and drafter.second is not None else 0,
+        candidates=0 if second is None else second.count,
     )
     modes = ["verify", "fold", *(kind.modes if kind is not None else ())]
     graphs = {mode: build(mode, rounds) for mode in modes}
