@@ -19,6 +19,7 @@ from ninfer.routes.route import Geometry, Route, Tuning
 
 LOG2E = 1.4426950408889634
 F16_CACHE = kv_by_name("f16")
+SPLIT_HEADS = (64, 128, 256)  # wider ones would not leave a warp the registers
 
 
 def _rope_geometry(op: Rope, types: Types, env: Env, tuning: Tuning) -> Geometry:
@@ -31,15 +32,17 @@ def _append_geometry(op: KvAppend, types: Types, env: Env, tuning: Tuning) -> Ge
 
 
 def _append_refuse(op: KvAppend, types: Types) -> str | None:
-    if op.fmt.is_plain or op.head_dim in (64, 128, 256):
+    if op.fmt.is_plain or op.head_dim in (*SPLIT_HEADS, 512):
         return None
-    return f"a warp codes rows of 64, 128 and 256 values, not {op.head_dim}"
+    return f"a warp codes rows of 64, 128, 256 and 512 values, not {op.head_dim}"
 
 
 def _simple_refuse(op: Attention, types: Types) -> str | None:
     if op.head_dim % 32:
         return f"a warp reads heads of multiples of 32 values, not {op.head_dim}"
-    return None if op.fmt.is_plain else f"reads plain caches, not {op.fmt.name}"
+    if op.fmt.is_plain or (op.head_dim == 512 and not isinstance(op, BlockAttention)):
+        return None
+    return f"reads plain caches, and coded ones with heads of 512; this one is {op.fmt.name}, {op.head_dim}"
 
 
 def cache_context(fmt: KVFormat, kv_heads: int, head_dim: int) -> Mapping[str, Any]:
@@ -110,7 +113,7 @@ def split_context(fmt: KVFormat, heads: int, kv_heads: int, head_dim: int, scale
 
 
 def split_refusal(fmt: KVFormat, head_dim: int) -> str | None:
-    if head_dim not in (64, 128, 256):
+    if head_dim not in SPLIT_HEADS:
         return f"heads of {head_dim} values; this kernel has 64, 128 and 256"
     if fmt.k.code is F32:
         return "reads caches of 16 bits and less, not f32"

@@ -233,7 +233,7 @@ def rows(d: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("name", SIDES)
 def test_rows_are_coded_as_described(name: str, d: int) -> None:
     side: Side = SIDES[name]

@@ -142,7 +142,7 @@ class KvAppend(Op):
     @classmethod
     def cases(cls) -> Iterable[Case]:
         for fmt in KV_FORMATS:
-            for d in (64, 128, 256):
+            for d in (64, 128, 256, 512):
                 case = _paged_case(fmt, heads=2, kv_heads=2, d=d)
                 (kt, k), (vt, v) = cw.rows(T, case.rows, 2 * d, seed=1), cw.rows(T, case.rows, 2 * d, seed=2)
                 # rows of zeros, and of very different values
@@ -219,10 +219,10 @@ class Attention(Op):
     @classmethod
     def cases(cls) -> Iterable[Case]:
         for fmt in KV_FORMATS:
-            for d, heads, kv_heads in ((64, 9, 3), (128, 4, 4), (256, 6, 1)):
+            for d, heads, kv_heads in ((64, 9, 3), (128, 4, 4), (256, 6, 1), (512, 4, 2)):
                 case = _paged_case(fmt, heads=heads, kv_heads=kv_heads, d=d)
                 qt, q = cw.rows(T, case.rows, heads * d, seed=3)
-                for window in (None, 40) if fmt.is_plain else (40 if d == 128 else None,):
+                for window in (None, 40) if fmt.is_plain and d < 512 else (40 if d == 128 else None,):
                     op = cls(fmt, heads, kv_heads, d, d**-0.5, window)
                     name = f"{fmt.name}-d{d}-h{heads}-w{window or 'all'}"
                     # softmax over 130 float32 scores in another order
