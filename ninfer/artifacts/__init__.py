@@ -10,7 +10,7 @@ from ninfer.artifacts.ninfer_artifact import NinferArtifact
 from ninfer.artifacts.safetensors import SafetensorsArtifact
 from ninfer.errors import ArtifactError
 
-__all__ = ["Artifact", "Parameter", "TensorInfo", "open_artifact"]
+__all__ = ["Artifact", "Parameter", "TensorInfo", "open_artifact", "open_source"]
 
 WANTED = "a .ninfer or .gguf file, or a folder with config.json and .safetensors files"
 
@@ -34,6 +34,13 @@ def open_artifact(path: Path | str) -> Artifact:
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").is_file():
         return _open_folder(path.parent)
     raise ArtifactError(f"{path}: begins with {magic[:4]!r}, which is no known model file; give {WANTED}")
+
+
+def open_source(path: Path) -> Artifact:
+    """As `open_artifact`, but a .safetensors file stands for itself, not for its folder."""
+    if path.suffix == ".safetensors" and path.is_file():
+        return SafetensorsArtifact(path.parent, path.name)
+    return open_artifact(path)
 
 
 def _open_folder(path: Path) -> Artifact:

@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, TensorInfo, TokenizerFiles
-from ninfer.artifacts.drafters import DRAFTERS, drafter_map, stored_drafter_config
+from ninfer.artifacts.drafters import DRAFTERS, drafter_map, refuse_unknown, stored_drafter_config
 from ninfer.artifacts.logical import (
     EMBEDDING,
     HEAD,
@@ -42,6 +42,7 @@ F32_PARTS = re.compile(r".*/gdn/(a_log|dt_bias)|.*(A_log|dt_bias)")
 RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 COMPONENTS = ("text", "mtp", *DRAFTERS)
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
+MTP_SOURCE = "mtp"  # of --source: an MTP block beside a model
 _SKIPPED = re.compile(r"model\.visual\.|visual\.|vision_tower\.|multi_modal_projector\.")
 Index = NDArray[np.intp] | slice  # rows of the source tensor
 
@@ -142,9 +143,12 @@ def make_plan(
     kind = stored_config(config).get("model_type")
     if recipe.models and kind not in recipe.models:
         raise UsageError(f"--recipe: {recipe.name} is for {' or '.join(recipe.models)} models; this one is {kind!r}")
+    if MTP_SOURCE in sources:
+        config = {**config, "mtp_num_hidden_layers": _mtp_layers(sources[MTP_SOURCE])}
     map_config = {**config, **stored_config(config), "mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 0)}
     table = tensor_map(map_config)
-    order = [*(s for n, s in sources.items() if n not in DRAFTERS), base]
+    first = [sources[MTP_SOURCE]] if MTP_SOURCE in sources else []
+    order = [*first, *(s for n, s in sources.items() if n not in (MTP_SOURCE, *DRAFTERS)), base]
     matrices, vectors, extra = list[Matrix](), list[Matrix](), list[str]()
     for tensor_name in _all_names(order):
         component = "mtp" if tensor_name.startswith("mtp.") else "text"
@@ -172,11 +176,9 @@ def make_plan(
         drafters[component] = (stored_drafter_config(component, source.config), {"is_causal": _causal(source.config)})
         own = drafter_map(component, source.config)
         table |= own
+        refuse_unknown(source, component)
         for name_ in source.names():
-            tensor = own.get(f"{component}.{name_}")
-            if tensor is None:
-                raise ArtifactError(f"{source.path}: tensor {name_!r} has no place in a {component} drafter")
-            made = list(_objects(recipe, source, name_, tensor))
+            made = list(_objects(recipe, source, name_, own[f"{component}.{name_}"]))
             (matrices if made[0].policy else vectors).extend(made)
     if "mtp" in components and not any(m.tensor.startswith("mtp.") for m in matrices):
         raise UsageError("--components: the sources have no MTP block (tensors mtp.*)")
@@ -207,6 +209,16 @@ def proposal_head(matrices: Sequence[Matrix], tokens: Sequence[int]) -> Matrix:
         raise UsageError(f"--proposal-rows {len(index)}: {error}") from None
     return evolve(head, id=f"w.{PROPOSAL}", parts=((PROPOSAL, len(index)),), index=index,
                   shape=(len(index), head.shape[1]))  # fmt: skip
+
+
+def _mtp_layers(source: Artifact) -> int:
+    """Of a source that is an MTP block alone.   Raises ArtifactError for anything else in it."""
+    other = [n for n in source.names() if not n.startswith("mtp.")]
+    if other or "mtp.fc.weight" not in source:
+        raise ArtifactError(f"--source {MTP_SOURCE}: {source.path}: " + (
+            f"tensor {other[0]!r} is no part of an MTP block (mtp.*)" if other else "has no tensor 'mtp.fc.weight'"
+        ))  # fmt: skip
+    return 1
 
 
 def _causal(config: Mapping[str, Any]) -> bool | None:

@@ -43,6 +43,16 @@ def drafter_map(component: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def refuse_unknown(drafter: Artifact, component: str) -> None:
+    """Raises ArtifactError for what other families of block drafters have: maps of ids, sinks, mask embeddings."""
+    known = drafter_map(component, drafter.config)
+    for name in drafter.names():
+        if f"{component}.{name}" not in known:
+            raise ArtifactError(f"{drafter.path}: tensor {name!r} has no place in a {component} drafter")
+    if drafter.path.is_dir() and (drafter.path / "mask_embedding.pt").exists():
+        raise ArtifactError(f"{drafter.path}: mask_embedding.pt, a mask with an embedding of its own, is not supported")
+
+
 def context_aliases(part: str) -> Iterator[str]:
     """Keys and values of the context are made by the same matrices as those of a block."""
     for name in ("key", "value"):

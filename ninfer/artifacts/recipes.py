@@ -51,6 +51,7 @@ _DIRECT = (
 )
 _BF16 = Rule(_DIRECT, "bf16", "A16Only")
 _MTP = Rule(r"(mtp|dflash2?)/.*", "q8_g32")
+_ADAPTER = Rule(r"dflash2/(feature_projection|layers/\d+/(attention/output|mlp/.*))", "q4_g64")
 _FIRST = r".*/attention/(query|key)|.*/gdn/(query|key)|.*/mlp/(gate|up)"
 _PLAIN_FIRST = r"text/model\..*\.(q_proj|k_proj|gate_proj|up_proj)\.weight"
 
@@ -109,7 +110,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("gemma4_gguf", "Gemma 4: blocks of --source gguf=FILE (QAT Q4_0) as they are", (_KEEP_ALL,),
            ("gemma4_text", "gemma4"), ("gguf",)),
     Recipe("bonsai2_27b_ternary", "Ternary Bonsai 2 27B: --source ternary=GGUF (PQ2_0) as t2_g128",
-           (_BF16, _MTP, Rule(r".*", "t2_g128")), (DENSE,), ("ternary",)),
+           (_BF16, _ADAPTER, _MTP, Rule(r".*", "t2_g128")), (DENSE,), ("ternary",)),
     Recipe(
         "qwen3_6_35b_a3b",
         "Qwen3.6-35B-A3B: experts in q4/q5 (down of layers 34, 38, 39 in q6), other matrices in q8, head in q6",

@@ -102,13 +102,13 @@ def _read_entry(file: MappedFile, base: int, name: str, entry: object) -> Stored
 
 
 class SafetensorsArtifact(Artifact):
-    """A folder in the layout of the Hugging Face hub."""
+    """A folder in the layout of the Hugging Face hub.   only: one of its files alone, whose config is empty."""
 
     kind = "safetensors"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = read_json(path / "config.json")
+    def __init__(self, path: Path, only: str | None = None) -> None:
+        self.path, self._only = path, only
+        self.config = {} if only is not None else read_json(path / "config.json")
         self._files: list[MappedFile] = []
         try:
             self._stored, self._joined = join(self._open_files())
@@ -120,6 +120,8 @@ class SafetensorsArtifact(Artifact):
         self.tokenizer_source = tokenizer if tokenizer.is_file() else None
         self.chat_template = self._find_template()
         self.display_name = path.resolve().name
+        if only is not None:
+            self.path = path / only  # for messages
 
     def _optional(self, name: str) -> dict[str, Any]:
         file = self.path / name
@@ -141,6 +143,8 @@ class SafetensorsArtifact(Artifact):
         return template if isinstance(template, str) else None
 
     def _file_names(self) -> list[str]:
+        if self._only is not None:
+            return [self._only]
         if (self.path / INDEX).is_file():
             table = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(table, dict) or not all(isinstance(f, str) for f in table.values()):

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import frozen
 from tqdm import tqdm
 
-from ninfer.artifacts import Artifact, open_artifact
+from ninfer.artifacts import Artifact, open_artifact, open_source
 from ninfer.artifacts.convert import COMPONENTS, Plan, make_plan
 from ninfer.artifacts.convert_objects import to_artifact
 from ninfer.artifacts.logical import checkpoint_config, flat
@@ -74,7 +74,7 @@ def convert(config: ConvertConfig, model: str, recipe_name: str, out: Path) -> N
     chosen = recipe(recipe_name)
     if config.ranking is not None and not config.proposal:
         raise UsageError("--ranking is for the head that --proposal adds: give both")
-    sources = {name: open_artifact(path) for name, path in _pairs("--source", config.source).items()}
+    sources = {name: open_source(path) for name, path in _pairs("--source", config.source).items()}
     if "base" in sources:
         raise UsageError("--source: the name base stands for --model; use another")
     base = open_artifact(Path(model))

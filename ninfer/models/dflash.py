@@ -97,9 +97,20 @@ def parse(config: Mapping[str, Any]) -> DFlashSpec:
     f.must("attention_bias", False, why="projections with a bias are not implemented")
     inner = f.below("dflash_config")
     neutral = (("sample_from_anchor", False), ("input_embedding_scale", 1), ("output_multiplier", 1))
-    for key, only in (*neutral, ("use_swa", False), ("draft_vocab_size", None), ("final_logit_softcapping", None)):
-        if inner.get(key, only) != only:
-            inner.fail(key, f"but only {only} is implemented")
+    hidden, vocab = f.whole("hidden_size"), f.whole("vocab_size")
+    others = (
+        ("final_logit_softcapping", None), ("use_swa", False), ("swa_window_size", None),
+        ("attention_sink_bias", False), ("attention_value_scale", 1), ("draft_vocab_size", vocab),
+        ("target_hidden_size", hidden), ("partial_rotary_factor", 1), ("rope_is_neox_style", True),
+        ("is_neox_style", True),
+    )  # fmt: skip
+    for fields in (inner, f):  # keys of other drafters of this kind, unless they change nothing
+        for key, only in (*neutral, *others):
+            if fields.values.get(key) not in (only, None):
+                fields.fail(key, f"but only {only} is implemented")
+        for key in fields.values:
+            if key.startswith("markov_") and fields.values.get(key):
+                fields.fail(key, "but drafters with a Markov head are not implemented")
     layers = f.whole("num_hidden_layers")
     kinds = f.get("layer_types", [FULL] * layers)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or not {*kinds} <= {SLIDING, FULL}:

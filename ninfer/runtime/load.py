@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ninfer.artifacts import Artifact, open_artifact
 from ninfer.artifacts.beside import Beside
 from ninfer.artifacts.demo import demo_path
+from ninfer.artifacts.drafters import refuse_unknown
 from ninfer.artifacts.quantize import quantize
 from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
 from ninfer.config import EngineConfig
@@ -124,6 +125,7 @@ def open_model(config: EngineConfig, report: Report = no_report, *, tokenizer_ne
         return Model(artifact, family, spec, kv, tokenizer)
     drafter = dflash.parse(beside.config)
     drafter.check(spec)
+    refuse_unknown(beside, drafter.name)
     report("drafter", f"{drafter.name}  {drafter.num_layers} layers of {drafter.hidden_size}  {beside.summary()}")
     return Model(Beside(artifact, beside, dflash.PREFIX), family, spec, kv, tokenizer, drafter)
 
