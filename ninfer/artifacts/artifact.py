@@ -62,12 +62,13 @@ class TensorInfo:
     """What is known of a parameter without reading it.
 
     parts: names of the parameters of which it is made, where it is stored as several; they may differ in format, and
-    `format` is that of the first.
+    `format` is that of the first. least_bits: fewest bits of activations that may meet it; 0: nothing is said.
     """
 
     shape: tuple[int, ...]
     format: QuantFormat
     parts: tuple[str, ...] = ()
+    least_bits: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -31,7 +31,7 @@ from ninfer.artifacts.logical import (
 )
 from ninfer.artifacts.ninfer_directory import Piece, parse_json
 from ninfer.artifacts.ninfer_formats import format_of
-from ninfer.artifacts.ninfer_uses import Uses, words_of
+from ninfer.artifacts.ninfer_uses import LEAST_BITS, Uses, words_of
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
 from ninfer.formats.bits import U8Array
@@ -58,6 +58,7 @@ class NinferArtifact(Artifact):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._bits: dict[str, int] = {}
         self.file = NinferFile(path)
         try:
             self._build()
@@ -315,7 +316,14 @@ class NinferArtifact(Artifact):
     def info(self, name: str) -> TensorInfo:
         tensor = self._tensor(name)
         runs = self._stored(tensor)
-        return TensorInfo(self._shape(name, tensor, runs), runs[0].format, tuple(self._split(name, tensor)))
+        parts = tuple(self._split(name, tensor))
+        return TensorInfo(self._shape(name, tensor, runs), runs[0].format, parts, self._least_bits(name))
+
+    def _least_bits(self, name: str) -> int:
+        if name not in self._bits:
+            policy = self.policy(name)
+            self._bits[name] = 0 if policy is None else LEAST_BITS[policy]
+        return self._bits[name]
 
     def get(self, name: str) -> Parameter:
         tensor = self._tensor(name)
@@ -358,8 +366,11 @@ class NinferArtifact(Artifact):
             starts += heads * rows
         return fmt.gather_rows(raw, shape, np.concatenate(index, axis=1).reshape(-1))
 
-    def policy(self, name: str) -> str:
-        """Of a checkpoint tensor: A16Only, AllowA8 or AllowA4; the strictest of its uses."""
+    def policy(self, name: str) -> str | None:
+        """Of a checkpoint tensor: A16Only, AllowA8 or AllowA4; the strictest of its uses. None: it has none.
+
+        Raises ArtifactError for a use without a policy.
+        """
         return self._uses.policy(self._tensor(name))
 
     def divisors(self, name: str) -> tuple[float, ...]:

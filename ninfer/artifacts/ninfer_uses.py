@@ -15,6 +15,7 @@ from ninfer.artifacts.ninfer_formats import check_words
 from ninfer.artifacts.ninfer_v3 import NinferFile
 from ninfer.errors import ArtifactError
 
+LEAST_BITS = dict(zip(POLICIES, (16, 8, 4), strict=True))  # of activations
 _WORDS = {"fp32": "<f4", "int32": "<i4", "bf16": "<u2"}
 
 
@@ -47,12 +48,12 @@ class Uses:
     def _with(self, role: str) -> list[Use]:
         return [use for uses in self._by_part.values() for use in uses if role in use.auxiliaries]
 
-    def policy(self, tensor: Tensor) -> str:
+    def policy(self, tensor: Tensor) -> str | None:
         uses = self._of(tensor)
         for use in uses:
             if use.policy is None:
                 raise self._error(use, "states no activation_policy")
-        return min((u.policy or "" for u in uses), key=POLICIES.index, default=POLICIES[0])
+        return min((u.policy or "" for u in uses), key=POLICIES.index, default=None)
 
     def divisors(self, tensor: Tensor) -> tuple[float, ...]:
         found = [self._divisor(u) for u in self._of(tensor) if "activation_input_divisor" in u.auxiliaries]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import prod
 
 import numpy as np
+from attrs import evolve
 from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
@@ -58,7 +59,7 @@ class QuantizedArtifact(Artifact):
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        return TensorInfo(info.shape, self._format, info.parts) if self._is_packed(name, info) else info
+        return evolve(info, format=self._format) if self._is_packed(name, info) else info
 
     def get(self, name: str) -> Parameter:
         p = self._source.get(name)

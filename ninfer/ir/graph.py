@@ -105,8 +105,16 @@ class Graph:
         self.weights[value] = spec or WeightSpec((Rows(name),))
         return value
 
-    def matrix(self, name: str, shape: tuple[int, int], fmt: QuantFormat, spec: WeightSpec | None = None) -> Value:
-        return self.weight(name, TensorType(shape, fmt=fmt), spec)
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        fmt: QuantFormat,
+        spec: WeightSpec | None = None,
+        *,
+        least_bits: int = 0,
+    ) -> Value:
+        return self.weight(name, TensorType(shape, fmt=fmt, least_bits=least_bits), spec)
 
     def const(self, name: str, type: TensorType, array: NDArray[Any]) -> Value:
         value = Value(name, type, Kind.CONST, self._layer)

@@ -61,6 +61,24 @@ def fuse_rotations(graph: Graph, accepts: Accepts) -> Graph:
     return r.done()
 
 
+def by_permission(graph: Graph) -> Graph:
+    """Products of one activation apart where the file allows them activations of other bits: a launch that reads it for
+    all would have to keep to the strictest."""
+    r, nodes = Rewriter(graph, lambda op, types: True), list[Node]()
+    for node in graph.nodes:
+        weights = node.args[1:] if isinstance(node.op, Linear) else ()
+        kinds = list(dict.fromkeys(w.type.least_bits for w in weights))
+        if len(kinds) < 2:
+            nodes.append(node)
+            continue
+        for bits in kinds:
+            own = [i for i, w in enumerate(weights) if w.type.least_bits == bits]
+            args = (node.args[0], *(weights[i] for i in own))
+            nodes.append(Node(node.op, args, tuple(node.outs[i] for i in own), node.layer))
+    r.nodes = nodes
+    return r.done()
+
+
 def _attention(r: Rewriter, node: Node) -> None:
     attention = node.op
     assert isinstance(attention, Attention)

@@ -61,11 +61,15 @@ class Env:
 
 @frozen
 class TensorType:
-    """shape: a Sym stands first, if at all (or for page tables [S, M]). fmt: the bytes of a weight matrix."""
+    """shape: a Sym stands first, if at all (or for page tables [S, M]). fmt: the bytes of a weight matrix.
+
+    least_bits: fewest bits of activations that may meet a weight; 0: nothing is said.
+    """
 
     shape: tuple[Dim, ...]
     dtype: DType = F32
     fmt: QuantFormat | None = None
+    least_bits: int = 0
 
     def concrete(self, env: Env) -> tuple[int, ...]:
         return tuple(env[d] if isinstance(d, Sym) else d for d in self.shape)

@@ -178,7 +178,8 @@ class Stored:
         return info
 
     def matrix(self, name: str, n: int, k: int) -> Value:
-        return self._g.matrix(name, (n, k), self._check(name, n, k).format)
+        info = self._check(name, n, k)
+        return self._g.matrix(name, (n, k), info.format, least_bits=info.least_bits)
 
     def rows(self, name: str, part: str, stored_rows: int, k: int, *, start: int, count: int, period: int) -> Value:
         """`count` of every `period` rows from `start` on, under the name `<name>/<part>`."""
@@ -186,15 +187,18 @@ class Stored:
         if f"{name}/{part}" in info.parts:
             return self.matrix(f"{name}/{part}", stored_rows // period * count, k)
         spec = WeightSpec((Rows(name, start, count, period),))
-        return self._g.matrix(f"{name}/{part}", (stored_rows // period * count, k), info.format, spec)
+        shape = (stored_rows // period * count, k)
+        return self._g.matrix(f"{name}/{part}", shape, info.format, spec, least_bits=info.least_bits)
 
     def stack(self, name: str, num: int, n: int, k: int) -> Value:
         """Matrices of `num` experts, [num, n, k] as stored, below each other -> [num * n, k]."""
-        return self._g.matrix(name, (num * n, k), self._check(name, num, n, k).format)
+        info = self._check(name, num, n, k)
+        return self._g.matrix(name, (num * n, k), info.format, least_bits=info.least_bits)
 
     def gathered(self, name: str, pieces: Sequence[tuple[Rows, int]], stored: Mapping[str, int], k: int) -> Value:
         """Row pieces of matrices below each other, each with its number of rows. stored: rows of each matrix."""
-        formats = {param: self._check(param, rows, k).format for param, rows in stored.items()}
+        infos = {param: self._check(param, rows, k) for param, rows in stored.items()}
+        formats = {param: info.format for param, info in infos.items()}
         first = next(iter(formats.values()))
         for param, fmt in formats.items():
             if fmt is not first:
@@ -203,7 +207,8 @@ class Stored:
                     "one format; quantise them alike"
                 )
         spec = WeightSpec(tuple(rows for rows, _ in pieces))
-        return self._g.matrix(name, (sum(count for _, count in pieces), k), first, spec)
+        bits = max(info.least_bits for info in infos.values())
+        return self._g.matrix(name, (sum(count for _, count in pieces), k), first, spec, least_bits=bits)
 
     def has(self, name: str) -> bool:
         try:
@@ -218,7 +223,7 @@ class Stored:
         if not info.parts:
             return (self.matrix(name, n, k),)
         found = [(part, self._info(part)) for part in info.parts]
-        return tuple(self._g.matrix(part, (i.shape[0], k), i.format) for part, i in found)
+        return tuple(self._g.matrix(part, (i.shape[0], k), i.format, least_bits=i.least_bits) for part, i in found)
 
     def products(self, x: Value, *weights: Value) -> tuple[Value, ...]:
         """x times each matrix, whatever basis it is stored in; one launch for those that read the same."""

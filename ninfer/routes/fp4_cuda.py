@@ -93,6 +93,7 @@ def _route(op: type[Op], direct: bool) -> Route[Any]:
         tunings=({"warps": 4, "columns": 64}, {"warps": 4, "columns": 32}),
         rtol=RTOL_A4,
         opt_in=PREFILL_4BIT,
+        bits=4,
     )
 
 

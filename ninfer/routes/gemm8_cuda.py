@@ -113,7 +113,7 @@ def _route(op: type[Op]) -> Route[Any]:
             Stage[Op](template="cuda/gemm_finish.cu.j2", geometry=finish_geometry),
         ),
         context=gemm8, workspace=_workspace, widths=(129, 1 << 30), refuse=_refuse, rtol=RTOL_INT8,
-        opt_in=PREFILL_8BIT,
+        opt_in=PREFILL_8BIT, bits=8,
     )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ class Route(Generic[O]):
     Shapes, attributes and tuning are rendered into the source; the step's real counts are read from the header.
     numerics: equal tags promise bit-equal rows at every width. rtol: the tolerance of routes that quantise
     activations (relative L2 of a result), else the case's own holds. opt_in: a class of accuracy that someone must
-    have asked for before the route is offered.
+    have asked for before the route is offered. bits: of the activations that an opt-in route makes; it
+    is not offered for weights whose file wants more.
     """
 
     name: str  # "linear.cpu.f32"
@@ -83,6 +84,7 @@ class Route(Generic[O]):
     numerics: str = ""
     rtol: float | None = None
     opt_in: str = ""
+    bits: int = 0
     sim: bool = True  # the host shim can run it (CUDA)
 
     def refusal(self, op: O, types: Types, env: Env, device: DeviceInfo) -> str | None:
@@ -97,6 +99,9 @@ class Route(Generic[O]):
         missing = [f for f in self.needs if f not in device.features]
         if missing:
             return f"needs {', '.join(missing)}"
+        least = max((t.least_bits for t in types), default=0)
+        if 0 < self.bits < least:
+            return f"makes activations of {self.bits} bits, but the model's file allows {least} or more"
         return self.refuse(op, types)
 
 

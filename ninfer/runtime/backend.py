@@ -24,7 +24,7 @@ from ninfer.errors import DeviceError, UsageError
 from ninfer.formats.quant import Packed
 from ninfer.ir.graph import Graph
 from ninfer.ir.op import Op
-from ninfer.ir.rewrites import fuse, fuse_rotations
+from ninfer.ir.rewrites import by_permission, fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, TensorType, Types
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.cuda_layout import device_layout
@@ -49,12 +49,14 @@ CODES_WIDTH = 32  # rows up to which 8-bit codes pass between a GPU's kernels; w
 
 @frozen(kw_only=True)
 class Backend:
-    """device: where plans run. registry: its routes. free_bytes: memory for weights, states and the arena, if known."""
+    """device: where plans run. registry: its routes. free_bytes: memory for weights, states and the arena, if known.
+    is_opted: routes with fewer bits of activations are offered, which not every weight may allow."""
 
     device: Device
     registry: RouteRegistry
     free_bytes: int | None
     deterministic: bool = False
+    is_opted: bool = False
 
     @property
     def info(self) -> DeviceInfo:
@@ -77,7 +79,8 @@ class Backend:
 
         if not self.is_gpu or self.deterministic:
             return fuse_rotations(graph, accepts)
-        return fuse(graph, accepts, codes=env.rows <= CODES_WIDTH)
+        codes = env.rows <= CODES_WIDTH
+        return fuse(by_permission(graph) if self.is_opted and not codes else graph, accepts, codes=codes)
 
     def weights(
         self, graph: Graph, artifact: Artifact, progress: Progress, *, bound: Collection[str] = ()
@@ -159,7 +162,7 @@ def open_backend(config: EngineConfig, report: Report, progress: Progress) -> Ba
     if PREFILL_4BIT in opted and "sm120a" not in backend.info.features:
         raise UsageError(f"--prefill-activations 4bit needs an sm_120a card, which {backend.info.name} is not: "
                          "8bit runs on every GPU")  # fmt: skip
-    return evolve(backend, deterministic=config.deterministic)
+    return evolve(backend, deterministic=config.deterministic, is_opted=bool(opted))
 
 
 def _has_gpu() -> bool:
