@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ninfer.artifacts.artifact import Artifact, TensorInfo, TokenizerFiles
 from ninfer.artifacts.drafters import DRAFTERS, drafter_map, refuse_unknown, stored_drafter_config
+from ninfer.artifacts.imatrix import Importance
 from ninfer.artifacts.logical import (
     EMBEDDING,
     HEAD,
@@ -31,12 +32,14 @@ from ninfer.artifacts.logical import (
     stored_config,
     tensor_map,
 )
+from ninfer.artifacts.names.delta import tiled_columns
 from ninfer.artifacts.ninfer_formats import names_of
 from ninfer.artifacts.quantize import keeps
 from ninfer.artifacts.recipes import KEEP, Recipe
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
+from ninfer.formats.search import can_search
 
 F32_PARTS = re.compile(r".*/gdn/(a_log|dt_bias)|.*(A_log|dt_bias)")
 RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -49,7 +52,10 @@ Index = NDArray[np.intp] | slice  # rows of the source tensor
 
 @frozen(eq=False)
 class Matrix:
-    """An object to be: rows of one source tensor in one format.   parts: logical name and rows, in order."""
+    """An object to be: rows of one source tensor in one format.   parts: logical name and rows, in order.
+
+    search: scales are searched for. importance: [1 or matrices of the source tensor, K], by which they are.
+    """
 
     id: str
     tensor: str
@@ -59,6 +65,8 @@ class Matrix:
     shape: tuple[int, ...]
     format: QuantFormat
     policy: str
+    search: bool = False
+    importance: NDArray[np.float32] | None = field(default=None, repr=False)
 
     @property
     def is_copied(self) -> bool:
@@ -130,12 +138,14 @@ def make_plan(
     components: Sequence[str] = ("text",),
     resources: Mapping[str, Path] | None = None,
     proposal: Sequence[int] | None = None,
+    search: bool = False,
+    importance: Importance | None = None,
 ) -> Plan:
-    """proposal: tokens of a head for drafts.
+    """proposal: tokens of a head for drafts. search, importance: of scales of groupwise integers (formats/search.py).
 
     Raises UsageError or ArtifactError before anything is read: what does not fit, and what would.
     """
-    _check_sources(recipe, sources)
+    _check_sources(recipe, {*sources, *(() if importance is None else ("imatrix",))})
     holders = [s for s in sources.values() if EMBEDDING_TENSOR in s]  # whole models; else the text is that of base
     config = flat(base.config)
     if holders and not is_tabled(stored_config(config)):
@@ -182,6 +192,11 @@ def make_plan(
             (matrices if made[0].policy else vectors).extend(made)
     if "mtp" in components and not any(m.tensor.startswith("mtp.") for m in matrices):
         raise UsageError("--components: the sources have no MTP block (tensors mtp.*)")
+    if search or importance is not None:
+        matrices = [_searched(m, importance) for m in matrices]
+        if not any(m.search for m in matrices):
+            given = "--search" if importance is None else "--source imatrix"
+            raise UsageError(f"{given}: {recipe.name} makes no groupwise integers (q4_g64 ... q8_g32) here; try q4q5")
     return Plan(
         recipe,
         stored_config(config),
@@ -192,9 +207,25 @@ def make_plan(
         _resources(base, resources or {}),
         drafters,
         name,
-        {"base": str(base.path.name), **{n: str(s.path.name) for n, s in sources.items()}},
+        {
+            "base": str(base.path.name),
+            **{n: str(s.path.name) for n, s in sources.items()},
+            **({} if importance is None else {"imatrix": importance.path.name}),
+        },
         None if proposal is None else proposal_head(matrices, proposal),
     )
+
+
+def _searched(m: Matrix, importance: Importance | None) -> Matrix:
+    if m.is_copied or not can_search(m.format):
+        return m
+    found = None
+    if importance is not None:
+        stored = m.source.info(m.tensor).shape
+        found = importance.of(m.tensor, stored[0] if len(stored) > 2 else 1, m.shape[-1])
+        if found is not None and m.tensor in m.source.config.get("gdn_tiled_out_columns", ()):
+            found = found[:, tiled_columns(flat(m.source.config))]
+    return evolve(m, search=True, importance=found)
 
 
 def proposal_head(matrices: Sequence[Matrix], tokens: Sequence[int]) -> Matrix:
@@ -226,7 +257,7 @@ def _causal(config: Mapping[str, Any]) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _check_sources(recipe: Recipe, sources: Mapping[str, Artifact]) -> None:
+def _check_sources(recipe: Recipe, sources: set[str]) -> None:
     for needed in recipe.sources:
         if needed not in sources:
             raise UsageError(f"--recipe: {recipe.name} requires source {needed!r}; provide --source {needed}=PATH")

@@ -17,9 +17,10 @@ from ninfer.artifacts.names.delta import tiled_columns
 from ninfer.artifacts.ninfer_formats import CONTIGUOUS, names_of
 from ninfer.artifacts.ninfer_write import NewArtifact, NewObject, Sink, pieces_of, raw_object
 from ninfer.errors import ArtifactError, UsageError
-from ninfer.formats.bits import U8Array
+from ninfer.formats.bits import F32Array, U8Array
 from ninfer.formats.codes import recode
 from ninfer.formats.dtypes import f32_to_bf16
+from ninfer.formats.search import grouped_search
 
 CHUNK_VALUES = 1 << 23  # encoded at a time
 CHUNK_BYTES = 1 << 20  # copied at a time: what stays in the cache between map and file
@@ -69,7 +70,9 @@ def to_artifact(plan: Plan) -> NewArtifact:
         components[component] = {"config": config, "target": "text"}
     notes = {component: note for component, (_, note) in plan.drafters.items()}
     metadata = {"name": plan.name, "drafters": notes, "shapes": plan.plain_shapes()}
-    provenance = {"converter": "ninfer-v3", "recipe": plan.recipe.name, "sources": dict(plan.sources)}
+    provenance: dict[str, Any] = {"converter": "ninfer-v3", "recipe": plan.recipe.name, "sources": dict(plan.sources)}
+    if any(m.search for m in plan.matrices):
+        provenance["encoder"] = "grouped_search"
     return NewArtifact(components, objects, bindings, uses, metadata, provenance)
 
 
@@ -136,7 +139,7 @@ def _put_matrix(m: Matrix, sink: Sink) -> None:
     for start, count in pieces_of(n, each):
         raw = _rows(m, p, start, count)
         if p.format is not m.format:
-            raw = _encode(m, p, raw, (count, k))
+            raw = _encode(m, p, raw, (count, k), start)
         spans = m.format.row_spans(m.shape, start, count)
         for (offset, nbytes), (at, _) in zip(spans, m.format.row_spans((count, k), 0, count), strict=True):
             sink.put(offset, raw[at : at + nbytes])
@@ -150,13 +153,26 @@ def _rows(m: Matrix, p: Parameter, start: int, count: int) -> U8Array:
     return p.format.gather_rows(p.raw, stored, m.index[start : start + count])
 
 
-def _encode(m: Matrix, p: Parameter, raw: U8Array, shape: tuple[int, int]) -> U8Array:
+def _importance(m: Matrix, p: Parameter, start: int, count: int) -> F32Array | None:
+    """[K], or [count, K] where matrices of a bank differ."""
+    if m.importance is None or len(m.importance) == 1:
+        return None if m.importance is None else m.importance[0]
+    rows = np.arange(start, start + count)
+    rows = rows + m.index.start if isinstance(m.index, slice) else m.index[rows]
+    each = prod(p.shape[:-1]) // len(m.importance)
+    found: F32Array = m.importance[rows // each]
+    return found
+
+
+def _encode(m: Matrix, p: Parameter, raw: U8Array, shape: tuple[int, int], start: int) -> U8Array:
     try:
         if p.format.code is not None and p.format.name == "pq2_0" and m.format.group == p.format.group:
             return recode(p.format, m.format, raw, shape)
         values = p.format.unpack(raw, shape)
         if not np.isfinite(values).all():
             raise ArtifactError("has values that are not finite")
+        if m.search:
+            return grouped_search(m.format, values, _importance(m, p, start, shape[0]))
         return m.format.pack(values)
     except ArtifactError as error:
         raise ArtifactError(f"{m.source.path}: tensor {m.tensor!r}: {error}") from None

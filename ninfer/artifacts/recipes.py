@@ -61,8 +61,9 @@ def _all(name: str, fmt: str, about: str, policy: str = "AllowA8") -> Recipe:
 
 
 def _mixed(
-    name: str, about: str, embedding: str, head: str, *, inner: str = "", models: tuple[str, ...] = (DENSE,)
-) -> Recipe:
+    name: str, about: str, embedding: str, head: str, *, inner: str = "", models: tuple[str, ...] = (DENSE,),
+    sources: tuple[str, ...] = (),
+) -> Recipe:  # fmt: skip
     """Queries, keys, gate and up in q4, the rest in q5.   inner: of gate and up, where they are not q4."""
     rules = (
         _BF16,
@@ -73,7 +74,7 @@ def _mixed(
         Rule(f"{_FIRST}|{_PLAIN_FIRST}", "q4_g64"),
         Rule(r".*", "q5_g64"),
     )
-    return Recipe(name, about, rules, models)
+    return Recipe(name, about, rules, models, sources)
 
 
 _KEEP_ALL = Rule(r".*", KEEP)
@@ -93,6 +94,8 @@ RECIPES: tuple[Recipe, ...] = (
     _mixed("qwen3_6_27b", "Qwen3.6-27B: q4/q5, embedding and head in q6", "q6_g64", "q6_g64"),
     _mixed("qwen3_8_27b", "Qwen3.8-27B: q4/q5, embedding and head in q8", "q8_g32", "q8_g32"),
     _mixed("qwen3_8_27b_q6", "Qwen3.8-27B: as qwen3_8_27b with gate and up in q6", "q8_g32", "q8_g32", inner="q6_g64"),
+    _mixed("qwen3_8_27b_imatrix", "Qwen3.8-27B: as qwen3_8_27b, scales searched by --source imatrix=GGUF",
+           "q8_g32", "q8_g32", sources=("imatrix",)),
     Recipe("qwen3_8_27b_gguf", "Qwen3.8-27B: blocks of --source gguf=FILE as is, the delta rule's a and b in bf16",
            (Rule(r".*/gdn/[ab]_projection", "bf16", "A16Only"), _KEEP_ALL), (DENSE,), ("gguf",)),
     *(

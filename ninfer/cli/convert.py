@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ninfer.artifacts import Artifact, open_artifact, open_source
 from ninfer.artifacts.convert import COMPONENTS, Plan, make_plan
 from ninfer.artifacts.convert_objects import to_artifact
+from ninfer.artifacts.imatrix import read_importance
 from ninfer.artifacts.logical import checkpoint_config, flat
 from ninfer.artifacts.ninfer_write import NewArtifact, check_written, write_artifact
 from ninfer.artifacts.ranking import read_ranking, shortlist
@@ -47,6 +48,10 @@ class ConvertConfig:
     ranking: Path | None = flag(
         "its tokens, the most frequent first: a JSON list of ids (by id, the order of merging)", Path, value="FILE"
     )
+    search: bool = flag(
+        "search for the scales of q4_g64 ... q8_g32 that lose least (--source imatrix=GGUF: weighted by it)",
+        default=False,
+    )
     name: str | None = flag("the name to serve the model under (that of --model)", text, value="NAME")
     out: Path | None = flag("the file to write; it must not exist", Path, value="FILE")
     max_file_bytes: int | None = flag("split into files of at most so many bytes (one file)", whole(16384))
@@ -74,7 +79,9 @@ def convert(config: ConvertConfig, model: str, recipe_name: str, out: Path) -> N
     chosen = recipe(recipe_name)
     if config.ranking is not None and not config.proposal:
         raise UsageError("--ranking is for the head that --proposal adds: give both")
-    sources = {name: open_source(path) for name, path in _pairs("--source", config.source).items()}
+    paths = _pairs("--source", config.source)
+    imatrix = paths.pop("imatrix", None)
+    sources = {name: open_source(path) for name, path in paths.items()}
     if "base" in sources:
         raise UsageError("--source: the name base stands for --model; use another")
     base = open_artifact(Path(model))
@@ -88,6 +95,8 @@ def convert(config: ConvertConfig, model: str, recipe_name: str, out: Path) -> N
         components=_components(config.components),
         resources=_pairs("--resource", config.resource),
         proposal=proposal,
+        search=config.search,
+        importance=None if imatrix is None else read_importance(imatrix, base.config),
     )
     _check_model(plan)
     new = write_with_bar(to_artifact(plan), out, config.max_file_bytes)

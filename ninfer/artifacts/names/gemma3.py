@@ -50,4 +50,4 @@ GEMMA3_BLOCK = {k: r for k, r in MLP.items() if k.endswith(".weight")} | {
 }
 
 
-ARCHITECTURE = Architecture("gemma3", _gemma3_config, GLOBALS, GEMMA3_BLOCK, {})
+ARCHITECTURE = Architecture("gemma3", "gemma3_text", _gemma3_config, GLOBALS, GEMMA3_BLOCK, {})

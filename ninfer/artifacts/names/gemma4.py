@@ -69,4 +69,4 @@ _GEMMA4_BLOCK = GEMMA3_BLOCK | {
 }
 
 
-ARCHITECTURE = Architecture("gemma4", _gemma4_config, GLOBALS | FREQS, _GEMMA4_BLOCK, {})
+ARCHITECTURE = Architecture("gemma4", "gemma4_text", _gemma4_config, GLOBALS | FREQS, _GEMMA4_BLOCK, {})

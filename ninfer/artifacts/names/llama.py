@@ -75,4 +75,4 @@ _LLAMA_BLOCK = MLP | {
 }
 
 
-ARCHITECTURE = Architecture("llama", _llama_config, GLOBALS | FREQS, _LLAMA_BLOCK, {})
+ARCHITECTURE = Architecture("llama", "llama", _llama_config, GLOBALS | FREQS, _LLAMA_BLOCK, {})

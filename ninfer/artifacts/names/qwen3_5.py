@@ -70,4 +70,4 @@ QWEN35_MTP = {
 }
 
 
-ARCHITECTURE = Architecture("qwen35", _qwen35_dense_config, GLOBALS, QWEN35_BLOCK, QWEN35_MTP)
+ARCHITECTURE = Architecture("qwen35", "qwen3_5_text", _qwen35_dense_config, GLOBALS, QWEN35_BLOCK, QWEN35_MTP)

@@ -15,4 +15,6 @@ def _qwen35_moe_config(meta: Metadata, tensors: Tensors) -> dict[str, Any]:
     return qwen35_config(meta, tensors) | mixture_config(meta, tensors) | names
 
 
-ARCHITECTURE = Architecture("qwen35moe", _qwen35_moe_config, GLOBALS, QWEN35_BLOCK | MIXTURE, QWEN35_MTP)
+ARCHITECTURE = Architecture(
+    "qwen35moe", "qwen3_5_moe_text", _qwen35_moe_config, GLOBALS, QWEN35_BLOCK | MIXTURE, QWEN35_MTP
+)

@@ -32,4 +32,4 @@ _QWEN3_NEXT_BLOCK = (
 )
 
 
-ARCHITECTURE = Architecture("qwen3next", _qwen3_next_config, GLOBALS, _QWEN3_NEXT_BLOCK, {})
+ARCHITECTURE = Architecture("qwen3next", "qwen3_next", _qwen3_next_config, GLOBALS, _QWEN3_NEXT_BLOCK, {})

@@ -63,9 +63,13 @@ BLOCK = re.compile(r"^blk\.(\d{1,5})\.(.+)$")
 
 @frozen
 class Architecture:
-    """name: of `general.architecture`. Block indices from num_hidden_layers on are those of the MTP."""
+    """name: of `general.architecture`; model_type: of the configs that it makes.
+
+    Block indices from num_hidden_layers on are those of the MTP.
+    """
 
     name: str
+    model_type: str
     config: Callable[[Metadata, Tensors], dict[str, Any]]
     whole: Rules
     block: Rules
