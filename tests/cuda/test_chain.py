@@ -79,18 +79,21 @@ def on_pretended_gpu(sim: SimPrograms, folder: Any) -> tuple[Any, RouteRegistry]
     return device, RouteRegistry(cuda_routes(device.info.units))
 
 
-@pytest.fixture(params=[on_cpu, in_simulation, on_pretended_gpu], ids=lambda f: f.__name__)
-def chain(request: pytest.FixtureRequest, sim_programs: SimPrograms, tmp_path: Any) -> tuple[Chain, Any]:
-    device, registry = request.param(sim_programs, tmp_path)
+DEVICES = pytest.mark.parametrize("where", [on_cpu, in_simulation, on_pretended_gpu], ids=lambda f: f.__name__)
+
+
+def chain_of(
+    made: dict[str, Graph], where: Open, programs: SimPrograms, folder: Any, mask: int | None = None
+) -> tuple[Chain, Any]:
+    device, registry = where(programs, folder)
     lowering = Lowering(Selector(registry, device.info, DeviceProfile("test")), Renderer(device.info))
-    made = graphs()
 
     def as_it_is(graph: Graph, env: Env) -> Graph:
         return graph
 
     plans = {
-        shape: lower_chain(made, shape, lowering, as_it_is, LIMITS, 1 + MOST_DRAFTS)
-        for shape in chain_shapes(MOST_DRAFTS, True, LIMITS.max_seqs)
+        shape: lower_chain(made, shape, lowering, as_it_is, LIMITS, 1 + MOST_DRAFTS, mask)
+        for shape in chain_shapes(MOST_DRAFTS, mask is None, LIMITS.max_seqs)
     }
     states = state_types(*made.values())
     weights = {"next": table("next", NEXT), "guess": table("guess", GUESS)}
@@ -126,15 +129,18 @@ def right(last: int, n: int) -> list[int]:
     return out[1:]
 
 
-def test_a_round_is_what_the_host_would_have_done(chain: tuple[Chain, Any]) -> None:
-    run, memory = chain
-    cases = [
-        [row(2, 10, 5, right(5, 3), room=7)],
-        [row(0, 3, 9, [], room=0), row(1, 20, 8, [*right(8, 1), 63, 1], room=2), row(4, 61, 7, [0, 0, 0], room=9)],
-        [row(i, 10 + i, 11 + i, right(11 + i, i), room=i - 1, most=1 + i % 2) for i in range(4)],
-        [row(3, 5, 30, right(30, 2), room=0)],  # a round that drafts nothing more
-    ]
-    for seqs in cases:
+ROUNDS = [
+    [row(2, 10, 5, right(5, 3), room=7)],
+    [row(0, 3, 9, [], room=0), row(1, 20, 8, [*right(8, 1), 63, 1], room=2), row(4, 61, 7, [0, 0, 0], room=9)],
+    [row(i, 10 + i, 11 + i, right(11 + i, i), room=i - 1, most=1 + i % 2) for i in range(4)],
+    [row(3, 5, 30, right(30, 2), room=0)],  # a round that drafts nothing more
+]
+
+
+@DEVICES
+def test_a_round_is_what_the_host_would_have_done(where: Open, sim_programs: SimPrograms, tmp_path: Any) -> None:
+    run, memory = chain_of(graphs(), where, sim_programs, tmp_path)
+    for seqs in ROUNDS:
         result = run(seqs)
         for s, drawn, drafts in zip(seqs, result.drawn, result.drafts, strict=True):
             want = said(s.tokens[0], list(s.tokens[1:]))
@@ -154,6 +160,45 @@ def test_a_round_is_what_the_host_would_have_done(chain: tuple[Chain, Any]) -> N
         memory.write_state("folded", slice(None), np.zeros((), np.float32))
 
 
-def test_a_round_that_fits_no_plan_is_refused(chain: tuple[Chain, Any]) -> None:
+MASK = 62
+
+
+@DEVICES
+def test_a_round_with_a_block_behind_it(where: Open, sim_programs: SimPrograms, tmp_path: Any) -> None:
+    """The drafter hears of the rows that were kept, then sees the last token with a mask for each draft behind it."""
+    made = graphs()
+    fold, draft = made["fold"], made.pop("draft")
+    context, block = Graph(), draft
+    x = ring_load(context, ring_state(context, "journal", 8, V))
+    ring_store(context, x, ring_state(context, "context", 64, V))
+    run, memory = chain_of(
+        {"verify": made["verify"], "fold": fold, "context": context, "block": block},
+        where,
+        sim_programs,
+        tmp_path,
+        MASK,
+    )
+    for seqs in ROUNDS:
+        result = run(seqs)
+        for s, drawn, drafts in zip(seqs, result.drawn, result.drafts, strict=True):
+            want = said(s.tokens[0], list(s.tokens[1:]))
+            assert [d.token for d in drawn] == want
+            wanted = min(max(0, s.room - len(want) + 1), s.most_drafts)
+            assert list(drafts) == [GUESS[MASK]] * wanted
+            end = s.kv_len + len(want)
+            for name in ("folded", "context"):
+                rows = memory.read_state(name, s.slot).argmax(axis=1)
+                assert rows[s.kv_len : end].tolist() == NEXT[list(s.tokens[: len(want)])].tolist()
+            behind = memory.read_state("drafted", s.slot)[[p % 64 for p in range(end, end + 1 + MOST_DRAFTS)]]
+            inputs = [want[-1], *[MASK] * wanted] if wanted else []
+            assert behind[: len(inputs)].argmax(axis=1).tolist() == GUESS[inputs].tolist()
+            assert not behind[len(inputs) :].any(), "a row that nobody wanted"
+        for name in ("folded", "context", "drafted"):
+            memory.write_state(name, slice(None), np.zeros((), np.float32))
+
+
+@DEVICES
+def test_a_round_that_fits_no_plan_is_refused(where: Open, sim_programs: SimPrograms, tmp_path: Any) -> None:
+    chain = chain_of(graphs(), where, sim_programs, tmp_path)
     with pytest.raises(ValueError, match="5 sequences, 5 rows and 3 drafts has no plan"):
         chain[0]([row(i, 3, 4, [], room=4) for i in range(5)])

@@ -193,6 +193,44 @@ def test_drafts_never_change_a_text(tmp_path: Path, name: str, drafts: int) -> N
     assert stats is not None and stats.num_accepted > 20
 
 
+def test_rounds_are_one_plan_and_say_what_graph_by_graph_rounds_say(tmp_path: Path) -> None:
+    """Replies that join rounds under way, and one after another in the same slots."""
+    model = comma_drafter(tmp_path / "drafter", "dflash")
+    batch = [
+        GenerateRequest(
+            id=str(i),
+            prompt_ids=tuple(tiny_cases()[(3, 5)[i % 2]]["prompt_ids"] * (1 + i % 3)),
+            sampling=Sampling(temperature=0.7 * (i % 2), seed=i),
+            max_tokens=30 - 4 * i,
+        )
+        for i in range(5)
+    ]
+    alone: dict[str, Any] = {"spec": "dflash", "draft_model": model, "draft_tokens": 3, "ngram_draft_tokens": 0}
+    with engine(max_concurrency=2, **alone) as e:
+        speculation = e.speculation
+        assert speculation is not None and speculation.chain is not None
+        verify, fold = speculation.run_verify, speculation.run_fold
+
+        def never(rows: object) -> Any:
+            raise AssertionError("a graph was run by itself")
+
+        speculation.run_verify = speculation.run_fold = never
+        together, chained = drive(e, batch), e.stats().drafts
+        speculation.run_verify, speculation.run_fold, speculation.chain = verify, fold, None
+        apart, both = drive(e, batch), e.stats().drafts
+    for r in batch:
+        assert [t for d in together[r.id] for t in d.tokens] == [t for d in apart[r.id] for t in d.tokens]
+    assert chained is not None and both is not None
+    assert both.num_accepted == 2 * chained.num_accepted > 20 and both.num_drafted == 2 * chained.num_drafted
+    copies = {**alone, "ngram_draft_tokens": 8, "ngram_min_match": 4}
+    with engine(max_concurrency=2, **copies) as mixed:  # a copy's round leaves drafts of the one before behind
+        copied, stats = drive(mixed, batch), mixed.stats().drafts
+    assert {i: [t.id for d in found for t in d.tokens] for i, found in copied.items()} == {
+        i: [t.id for d in found for t in d.tokens] for i, found in together.items()
+    }
+    assert stats is not None and stats.num_copied and stats.num_accepted > stats.num_copies_accepted
+
+
 class Turns:
     """A grammar with memory: odd and even tokens take turns."""
 

@@ -36,20 +36,21 @@ def _check_next(op: Op, fields: Types) -> None:
     are_ints(op, "logit_rows", (L,), logit_rows)
 
 
-def _write_next(fields: Arrays, parts: list[tuple[int, int, list[int], int, int]]) -> None:
-    """parts: slot, kv_len, tokens, room and most_drafts of each sequence. One with room drafts at its last row."""
+def _write_next(fields: Arrays, parts: list[tuple[int, int, list[int], int, int]], *, block: bool = False) -> None:
+    """parts: slot, kv_len, tokens, room and most_drafts of each sequence. One with room drafts at its last row, in a
+    block at its last `room` rows."""
     header, tokens, positions, row_seq, mode, start, count, slot, kv_len, room, most, logit_rows = map(plain, fields)
     at, num_logits = 0, 0
     for b, (its_slot, past, following, left, its_most) in enumerate(parts):
         n = len(following)
         rows = slice(at, at + n)
         tokens[rows], positions[rows], row_seq[rows] = following, np.arange(past, past + n), b
-        mode[rows], mode[at + n - 1] = COUNT_GENERATED, COUNT_NONE
+        mode[rows], mode[at + n - 1] = COUNT_NONE if block else COUNT_GENERATED, COUNT_NONE
         start[b], count[b], slot[b], kv_len[b], room[b], most[b] = at, n, its_slot, past, left, its_most
         at += n
-        if left:
-            logit_rows[num_logits] = at - 1
-            num_logits += 1
+        drafting = left if block else min(left, 1)
+        logit_rows[num_logits : num_logits + drafting] = np.arange(at - drafting, at)
+        num_logits += drafting
     header[:4] = at, len(parts), num_logits, FLAG_COUNTS
 
 
@@ -147,6 +148,56 @@ class FollowDrafts(Op):
         yield Case(cls(), "s4", types, arrays, Env(7, 3, 4, slots=6), rtol=0, atol=0)
 
 
+@frozen
+class FollowBlock(Op):
+    """The record of a block: for each sequence that wants drafts, the token of its last row and a mask for each draft.
+
+    tokens: [T]; row_start, row_count, seq_slot, kv_len, room, most_drafts: [B]; then the record of the following step,
+    which is written, with a logit row at every mask -> nothing.
+    """
+
+    mask: int
+    mutates: ClassVar[tuple[int, ...]] = tuple(range(7, 7 + NUM_NEXT))
+
+    def infer(self, args: Types) -> Types:
+        tokens, *seqs = args[:7]
+        are_ints(self, "tokens", (T,), tokens)
+        are_ints(self, SEQ_FIELDS, (B,), *seqs)
+        _check_next(self, args[7:])
+        return ()
+
+    def reference(self, args: Arrays) -> Arrays:
+        tokens, start, count, slot, kv_len, room, most = map(ints, args[:7])
+        parts = [
+            (
+                int(slot[b]),
+                int(kv_len[b] + count[b]),
+                [int(tokens[start[b] + count[b] - 1]), *[self.mask] * int(room[b])],
+                int(room[b]),
+                int(most[b]),
+            )
+            for b in range(len(room))
+            if room[b] > 0
+        ]
+        _write_next(args[7:], parts, block=True)
+        return ()
+
+    @classmethod
+    def cases(cls) -> Iterable[Case]:
+        typed = (
+            cw.ints(T, [11, 12, 13, 14, 15, 16, 17, *[0] * 6]),
+            cw.ints(B, [0, 2, 3, 4]),
+            cw.ints(B, [2, 1, 1, 3]),
+            cw.ints(B, [5, 0, 2, 1]),
+            cw.ints(B, [62, 7, 100, 9]),
+            cw.ints(B, [2, 0, 1, 5]),
+            cw.ints(B, [2, 3, 3, 7]),
+            *_next_fields(13, 4),
+        )
+        types, arrays = tuple(t for t, _ in typed), tuple(a for _, a in typed)
+        yield Case(cls(77), "s4", types, arrays, Env(13, 13, 4, slots=6), rtol=0, atol=0)
+
+
 def _next_fields(rows: int, seqs: int, num_logits: int | None = None) -> list[cw.Typed]:
     """A record that holds something else."""
     header: NDArray[np.uint32] = np.full(HEADER_WORDS, 77, np.uint32)
@@ -171,8 +222,16 @@ def follow_drafts(name: str, draft: TensorType) -> Graph:
     return g
 
 
+def follow_block(mask: int) -> Graph:
+    """The graph between the rows that were kept and the block behind them."""
+    g = Graph()
+    fields = [g.step[n] for n in f"tokens {SEQ_FIELDS}".split()]
+    g.add(FollowBlock(mask), *fields, *_following(g))
+    return g
+
+
 def _following(g: Graph) -> list[Value]:
     return [g.following[name] for name in NEXT_FIELDS.split()]
 
 
-ROUND_OPS: tuple[type[Op], ...] = (AcceptDrafts, FollowDrafts)
+ROUND_OPS: tuple[type[Op], ...] = (AcceptDrafts, FollowDrafts, FollowBlock)

@@ -4,12 +4,18 @@
     record 1, from accept: the rows that were kept   fold, draft (they run again and give the first draft), follow
     record 2 and on: a row with the draft before    draft, follow
 
+A drafter that fills blocks (models/dflash.py) has two records after the first:
+
+    record 1, from accept: the rows that were kept   fold, context
+    record 2: the last token and masks               block
+
 The host reads what was drawn, how many rows of each sequence were kept, and the drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from attrs import define, frozen
@@ -18,8 +24,9 @@ from numpy.typing import NDArray
 from ninfer.devices.base import Executable
 from ninfer.devices.plan import Plan
 from ninfer.ir.graph import Graph
-from ninfer.ir.ops.rounds import accept_drafts, follow_drafts
+from ninfer.ir.ops.rounds import accept_drafts, follow_block, follow_drafts
 from ninfer.ir.types import Env
+from ninfer.models import dflash
 from ninfer.routes.lower import Lowering, Part
 from ninfer.runtime.batch import Drawn, Limits, SeqRows
 from ninfer.runtime.runner import env_of, row_buckets
@@ -49,18 +56,25 @@ def lower_chain(
     graph_at: Callable[[Graph, Env], Graph],
     limits: Limits,
     most_rows: int,
+    mask: int | None = None,
 ) -> Plan:
-    """graphs: "verify", "fold" and "draft". most_rows: of a sequence in any round, so that plans of single graphs have
-    the same widths."""
+    """graphs: "verify", "fold" and "draft", or "context" and "block" in its place, whose mask is given. most_rows: of a
+    sequence in any round, so that plans of single graphs have the same widths."""
     seqs, num_drafts = shape
     rows = next(w for w in row_buckets(limits.max_seqs * most_rows) if w >= seqs * (1 + num_drafts))
     verified = env_of(limits, rows, rows)
     kept, one = env_of(limits, rows, min(rows, limits.max_seqs)), env_of(limits, seqs)
-    verify, fold, draft = (graphs[mode] for mode in ("verify", "fold", "draft"))
-    token, drafts = verify.outputs["token"].type, draft.outputs["draft"].type
+    verify, fold = graphs["verify"], graphs["fold"]
+    token = verify.outputs["token"].type
     parts = [Part(graph_at(verify, verified), verified), Part(accept_drafts(token), verified)]
     if fold.nodes:
         parts.append(Part(graph_at(fold, kept), kept, 1))
+    if mask is not None:
+        context, block = graphs[dflash.CONTEXT], graphs[dflash.BLOCK]
+        parts += [Part(graph_at(context, kept), kept, 1), Part(follow_block(mask), kept, 1)]
+        return lowering.join([*parts, Part(graph_at(block, verified), verified, 2)])
+    draft = graphs["draft"]
+    drafts = draft.outputs["draft"].type
     for i in range(1, num_drafts + 1):
         env = kept if i == 1 else one
         if i > 1:
@@ -99,8 +113,11 @@ class Chain:
 
 
 def _drafts(seqs: Sequence[SeqRows], kept: Sequence[int], outputs: Mapping[str, NDArray[Any]]) -> list[tuple[int, ...]]:
-    """A step of drafting has the sequences that still want one, in order."""
+    """A step of drafting has the sequences that still want one, in order; a block has all drafts of each."""
     wanted = [min(max(0, s.room - n + 1), s.most_drafts) for s, n in zip(seqs, kept, strict=True)]
+    if "draft" in outputs:
+        found = iter(outputs["draft"].tolist())
+        return [tuple(islice(found, n)) for n in wanted]
     drafts: list[list[int]] = [[] for _ in seqs]
     for i in range(1, max(wanted, default=0) + 1):
         live = [b for b, n in enumerate(wanted) if n >= i]

@@ -3,8 +3,8 @@
 The order is propose, verify, accept, fold, advance. Verification draws after every row, keyed by the position that the
 draw fills, as a step without drafts would; it writes keys and values in place, where those of rejected rows are out of
 reach, and leaves recurrent states and token counts alone. Folding moves these over the kept rows, from what
-verification noted in its rings. Where all drafts of a round are MTP's, all of that is one plan (chain.py); otherwise
-the host accepts, and runs a graph at a time.
+verification noted in its rings. Where all drafts of a round are MTP's or DFlash's, all of that is one plan (chain.py),
+with the proposal for the next round at its end; otherwise the host accepts, and runs a graph at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from attrs import define, evolve, field
 from ninfer.ir.step import PROPOSAL_COPY, PROPOSAL_DRAWN
 from ninfer.runtime.batch import Drawn, SeqRows
 from ninfer.runtime.draft.chain import Chain
+from ninfer.runtime.draft.dflash import DFlashDrafter
 from ninfer.runtime.draft.drafter import Advance, Drafter, Run, Want
 from ninfer.runtime.draft.mtp import MtpDrafter
 from ninfer.runtime.draft.ngram import NgramDrafter
@@ -52,7 +53,7 @@ class Speculation:
     run_verify, run_fold: the "verify" and "fold" graphs; without a fold, verifying moves all there is to move.
     num_drafts: of `drafter` in a round; num_copied: of `copier`, whose drafts go before the drafter's. width: chooses
     how many of num_drafts a round has; None: all. rejects: verification weighs a draft's probability against the one
-    that it was drawn with, so no draft may be left out for what it is. chain: whole rounds in one plan, of MTP.
+    that it was drawn with, so no draft may be left out for what it is. chain: whole rounds in one plan.
     """
 
     run_verify: Run
@@ -150,7 +151,7 @@ class Speculation:
         return [found[: 1 + num_agreed(row.tokens[1:], found)] for row, found in zip(rows, drawn, strict=True)]
 
     def _run_chain(self, seqs: Sequence[Seq], rows: Sequence[SeqRows]) -> list[tuple[Drawn, ...]]:
-        assert self.chain is not None and isinstance(self.drafter, MtpDrafter)
+        assert self.chain is not None and isinstance(self.drafter, MtpDrafter | DFlashDrafter)
         most = self._next_width(seqs)
         roomy = [
             evolve(row, room=seq.max_tokens - seq.num_generated - 2, most_drafts=most) if seq.drafting else row

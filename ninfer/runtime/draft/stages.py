@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from numpy.typing import NDArray
 
 from ninfer.config import EngineConfig
@@ -45,7 +45,7 @@ class DrafterKind:
     num_drafts: Callable[[DFlashSpec | None], int]
     lacks: Callable[[ModelSpec, DFlashSpec | None], str | None]
     make: Callable[[Mapping[str, Run], DFlashSpec | None], Drafter]
-    chains: bool = False  # its drafts come from one graph, run over again: a round can be one plan
+    chains: bool = False  # it needs nothing of the host between its graphs: a round can be one plan
 
 
 def _lacks_mtp(spec: ModelSpec, drafter: DFlashSpec | None) -> str | None:
@@ -76,7 +76,7 @@ KINDS: Mapping[str, DrafterKind] = {
         make=lambda runs, drafter: MtpDrafter(runs["draft"]),
         chains=True,
     ),
-    "dflash": _BLOCK,
+    "dflash": evolve(_BLOCK, chains=True),
     "dflash2": _BLOCK,
 }
 
@@ -206,7 +206,10 @@ def lower_chains(
     if plan.kind is None or not plan.kind.chains:
         return {}
     shapes = chain_shapes(plan.num_drafts, plan.adaptive, limits.max_seqs)
-    plans = {shape: lower_chain(plan.graphs, shape, lowering, graph_at, limits, plan.most_rows) for shape in shapes}
+    mask = None if plan.drafter is None else plan.drafter.mask_id
+    plans = {
+        shape: lower_chain(plan.graphs, shape, lowering, graph_at, limits, plan.most_rows, mask) for shape in shapes
+    }
     return plans if all(map(is_host_free, plans.values())) else {}
 
 
