@@ -11,6 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from ninfer.artifacts.ninfer_v3 import HEADER_BYTES, PAYLOAD_ALIGN, NinferFile, 
 from ninfer.errors import ArtifactError, UsageError
 from ninfer.formats.bits import U8Array
 from ninfer.formats.quant import align_up
+
+FLUSH_BYTES = 1 << 26  # on their way to the disk at a time
 
 
 class Sink(Protocol):
@@ -174,6 +177,34 @@ def _check_space(out: Path, nbytes: int) -> None:
         raise UsageError(f"--out: {nbytes} bytes are to be written, but {out.parent} has {free} free")
 
 
+class _Flusher:
+    """Sends written bytes to the disk while others are made; a kernel left alone would begin much later."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._fds, self._unsent = fds, 0
+        self._pool = ThreadPoolExecutor(1)
+        self._running: Future[None] | None = None
+
+    def wrote(self, nbytes: int) -> None:
+        """Raises OSError of an earlier flush: the system tells it once, to whoever asks first."""
+        self._unsent += nbytes
+        if self._unsent >= FLUSH_BYTES and (self._running is None or self._running.done()):
+            self.wait()
+            self._unsent, self._running = 0, self._pool.submit(self._flush)
+
+    def _flush(self) -> None:
+        for fd in self._fds:
+            os.fdatasync(fd)
+
+    def wait(self) -> None:
+        if self._running is not None:
+            self._running.result()
+
+    def close(self) -> None:
+        """No flush is under way after this."""
+        self._pool.shutdown()
+
+
 class _Files:
     """The temporary files; whole once closed without an error."""
 
@@ -182,15 +213,21 @@ class _Files:
         for path, start, size in zip(paths, starts, sizes, strict=True):
             self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
             os.ftruncate(self._fds[-1], start + size)
+        self._flusher = _Flusher(self._fds)
 
     def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        for fd in self._fds:
+        self._flusher.close()
+        try:
             if kind is None:
-                os.fsync(fd)
-            os.close(fd)
+                self._flusher.wait()
+                for fd in self._fds:
+                    os.fsync(fd)
+        finally:
+            for fd in self._fds:
+                os.close(fd)
 
     def header(self, index: int, raw: bytes) -> None:
         _write(self._fds[index], 0, memoryview(raw))
@@ -203,6 +240,7 @@ class _Files:
             if a < b:
                 _write(fd, start + a - begin, view[a - offset : b - offset])
             begin += size
+        self._flusher.wrote(raw.size)
 
 
 def _write(fd: int, at: int, view: memoryview) -> None:
