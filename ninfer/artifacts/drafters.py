@@ -62,9 +62,10 @@ def context_aliases(part: str) -> Iterator[str]:
 
 def stored_drafter_config(component: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ArtifactError where the source is another drafter."""
-    names = config.get("architectures") or [config.get("model_type")]
-    if names[0] != DRAFTERS[component]:
-        raise ArtifactError(f"--source {component}: its config says {names[0]!r}, not {DRAFTERS[component]!r}")
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list | tuple) and names else config.get("model_type")
+    if first != DRAFTERS[component]:
+        raise ArtifactError(f"--source {component}: its config says {str(first)[:80]!r}, not {DRAFTERS[component]!r}")
     kept = {k: config[k] for k in _FIELDS if config.get(k) is not None}
     if config.get("use_sliding_window", True) is False and "layer_types" in kept:
         kept["layer_types"] = ["full_attention"] * len(kept["layer_types"])

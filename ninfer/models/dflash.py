@@ -30,13 +30,14 @@ from ninfer.ir.ops.norm import rms_norm
 from ninfer.ir.ops.reject import keep_proposals
 from ninfer.ir.types import TensorType
 from ninfer.models.family import Info, ModelSpec, Rounds, Stored, mlp, tap_ring
-from ninfer.models.fields import Fields
+from ninfer.models.fields import Fields, short
 from ninfer.models.proposal import draft_scores
-from ninfer.models.rope import RopeSpec
+from ninfer.models.rope import MAX_HEAD_DIM, RopeSpec
 
 PREFIX = "drafter/"  # of the drafter's tensors beside the target's
 ARCHITECTURES = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
 SLIDING, FULL = "sliding_attention", "full_attention"
+MAX_LAYERS = 999  # as many as artifacts/drafters.py names
 CONTEXT, BLOCK, BLOCK_LOGITS = MODES = ("context", "block", "block_logits")  # of graphs
 
 
@@ -89,10 +90,12 @@ class DFlashSpec:
 def parse(config: Mapping[str, Any]) -> DFlashSpec:
     """Raises ArtifactError."""
     f = Fields(config)
-    names = config.get("architectures") or [None]
-    name = ARCHITECTURES.get(names[0])
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list | tuple) and names else names
+    name = ARCHITECTURES.get(first) if isinstance(first, str) else None
     if name is None:
-        raise ArtifactError(f"--draft-model: config: {names[0]} is no drafter; known are {', '.join(ARCHITECTURES)}")
+        known = ", ".join(ARCHITECTURES)
+        raise ArtifactError(f"--draft-model: config: {short(first)} is no drafter; known are {known}")
     f.must("hidden_act", "silu", why="other activations are not implemented")
     f.must("attention_bias", False, why="projections with a bias are not implemented")
     inner = f.below("dflash_config")
@@ -111,17 +114,23 @@ def parse(config: Mapping[str, Any]) -> DFlashSpec:
         for key in fields.values:
             if key.startswith("markov_") and fields.values.get(key):
                 fields.fail(key, "but drafters with a Markov head are not implemented")
-    layers = f.whole("num_hidden_layers")
+    layers, head_dim = f.whole("num_hidden_layers"), f.whole("head_dim")
+    for key, value, most in (("num_hidden_layers", layers, MAX_LAYERS), ("head_dim", head_dim, MAX_HEAD_DIM)):
+        if value > most:
+            f.fail(key, f"but at most {most} are possible")
     kinds = f.get("layer_types", [FULL] * layers)
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers or not {*kinds} <= {SLIDING, FULL}:
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(k not in (SLIDING, FULL) for k in kinds):
         f.fail("layer_types", f"but must name {layers} layers {SLIDING} or {FULL}")
     window = f.whole("sliding_window") if SLIDING in kinds and f.flag("use_sliding_window", True) else None
     causal = f.get("is_causal", inner.get("causal", None)) if "is_causal" not in f else f.flag("is_causal")
     theta = f.below("rope_parameters").real("rope_theta", f.get("rope_theta", 10000.0))
     taps = inner.get("target_layer_ids")
     targets = f.whole("num_target_layers")
-    if not isinstance(taps, list | tuple) or not all(isinstance(t, int) and 0 <= t < targets for t in taps):
+    if not isinstance(taps, list | tuple) or not taps or not all(type(t) is int and 0 <= t < targets for t in taps):
         inner.fail("target_layer_ids", f"but must list layers from 0 to {targets - 1}")
+    mask_id = inner.whole("mask_token_id", least=0)
+    if mask_id >= vocab:
+        inner.fail("mask_token_id", f"but must be a token below vocab_size {vocab}")
     second = None
     if name == "dflash2":
         second = Second(
@@ -130,7 +139,6 @@ def parse(config: Mapping[str, Any]) -> DFlashSpec:
             rank=inner.whole("selector_rank"),
             count=inner.whole("selector_top_k"),
         )
-    head_dim = f.whole("head_dim")
     return DFlashSpec(
         name=name,
         hidden_size=f.whole("hidden_size"),
@@ -145,7 +153,7 @@ def parse(config: Mapping[str, Any]) -> DFlashSpec:
         windows=tuple(window if kind == SLIDING else None for kind in kinds),
         causal=tuple(bool(causal) if causal is not None else kind == SLIDING for kind in kinds),
         taps=tuple(taps),
-        mask_id=inner.whole("mask_token_id", least=0),
+        mask_id=mask_id,
         block_size=inner.whole("block_size", f.whole("block_size", 16)),
         second=second,
     )

@@ -8,9 +8,10 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from ninfer.errors import UsageError
+from ninfer.errors import ArtifactError, UsageError
 from ninfer.models.fields import Fields
 
+MAX_HEAD_DIM = 1 << 14  # a damaged config must not ask for any amount of memory
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -84,6 +85,8 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 def parse_rope(config: Fields, head_dim: int, context_len: int, *, rotary_share: float = 1.0) -> RopeSpec:
     """From `rope_parameters`, or `rope_theta` and `rope_scaling` of older files.   Raises ArtifactError."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ArtifactError(f"{config.where}: heads of {head_dim} values; at most {MAX_HEAD_DIM} are possible")
     rope = config.below("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     theta = rope.real("rope_theta", config.get("rope_theta", 10000.0))
     share = rope.real("partial_rotary_factor", config.get("partial_rotary_factor", rotary_share))

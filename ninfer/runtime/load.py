@@ -147,6 +147,12 @@ def _with_proposal(spec: ModelSpec, artifact: Artifact, config: EngineConfig) ->
         return spec
     if config.full_draft_head or config.spec not in DRAFTED_BY_HEAD:
         return spec
+    rows = artifact.info("model.embed_tokens.weight").shape[0]
+    if rows != spec.vocab_size:
+        raise ArtifactError(
+            f"{artifact.path}: the embedding has {rows} rows, but vocab_size is {spec.vocab_size}: weights and config "
+            "are of different models"
+        )
     try:
         return attrs.evolve(spec, proposal=parse_proposal(artifact.proposal_ids(), spec.vocab_size))
     except ArtifactError as error:

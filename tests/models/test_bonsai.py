@@ -217,3 +217,24 @@ def test_drafters_of_other_kinds_are_refused_by_their_keys(name: str, place: str
         dflash.parse(changed)
     neutral = {"swa_window_size": None, "draft_vocab_size": config["vocab_size"], "markov_rank": None, "use_swa": False}
     assert dflash.parse(config | {"dflash_config": config["dflash_config"] | neutral}) == dflash.parse(config)
+
+
+DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "architectures": ({"architectures": 7}, "config: 7 is no drafter; known are DFlashDraftModel"),
+    "kinds of layers": ({"layer_types": [[], "full_attention", 3]}, "layer_types is .* must name 3 layers"),
+    "a million layers": ({"num_hidden_layers": 1 << 30, "layer_types": None}, "num_hidden_layers .* at most 999"),
+    "a wide head": ({"head_dim": 1 << 30}, "head_dim is 1073741824, but at most 16384"),
+    "no taps": ({"target_layer_ids": []}, "target_layer_ids .* must list layers"),
+    "a tap past the end": ({"target_layer_ids": [0, 4]}, "must list layers from 0 to 3"),
+    "a mask past the end": ({"mask_token_id": 512}, "mask_token_id is 512, but must be a token below vocab_size 512"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_drafters_of_impossible_configs_are_refused(name: str) -> None:
+    keys, message = DAMAGED[name]
+    config = read_json(DATA / "dflash2" / "config.json")
+    inner = {k: v for k, v in keys.items() if k in config["dflash_config"]}
+    outer = {k: v for k, v in keys.items() if k not in inner}
+    with pytest.raises(ArtifactError, match=message):
+        dflash.parse({**config, **outer, "dflash_config": config["dflash_config"] | inner})
