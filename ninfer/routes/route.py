@@ -10,6 +10,7 @@ from attrs import frozen
 from ninfer.devices.base import DeviceInfo
 from ninfer.devices.base import Geometry as Geometry
 from ninfer.errors import NoRoute
+from ninfer.formats.kv import KVFormat
 from ninfer.ir.op import Op
 from ninfer.ir.types import Env, Sym, Types
 
@@ -144,10 +145,13 @@ class RouteRegistry:
 
     def no_route(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> NoRoute:
         args = " ".join(str(t) for t in types)
+        cache = getattr(op, "fmt", None)
+        coded = isinstance(cache, KVFormat) and not cache.is_plain
+        other = "--kv-dtype bf16" if coded else "a smaller --prefill-chunk, another --quantize format"
         return NoRoute(
             f"no route for {op.key} {args} at width {width_of(types, env)} on {device.name}\n"
             f"{self.explain(op, types, env, device)}\n"
-            f"  try: a smaller --prefill-chunk, another --quantize format, or add a route in ninfer/routes/"
+            f"  try: {other}, or add a route in ninfer/routes/"
         )
 
     def without_routes(self) -> RouteRegistry:

@@ -86,7 +86,7 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available_bytes: int | 
                 f"use --kv-capacity {each * PAGE} or --max-context {pages * PAGE}"
             )
         if room is not None and pages > room:
-            _refuse(f"--kv-capacity {config.kv_capacity}", fixed, pages * sizes.page_bytes, available_bytes, room)
+            _refuse(f"--kv-capacity {config.kv_capacity}", fixed, pages * sizes.page_bytes, available_bytes, room, each)
     kv = pages * sizes.page_bytes
     return MemoryPlan(
         limits=Limits(
@@ -106,8 +106,15 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available_bytes: int | 
     )
 
 
-def _refuse(what: str, fixed: int, kv: int, available: int | None, room: int | None) -> NoReturn:
-    advice = f"--max-context {room * PAGE} would fit" if room else "a smaller model, or --quantize, may fit"
+def _refuse(
+    what: str, fixed: int, kv: int, available: int | None, room: int | None, each: int | None = None
+) -> NoReturn:
+    """room: pages that fit. each: of a context, where more than one was asked for."""
+    advice = "a smaller model, or --quantize, may fit"
+    if room:
+        flags = [] if each is None else [f"--kv-capacity {room * PAGE}"]
+        flags += [f"--max-context {room * PAGE}"] if each is None or room < each else []
+        advice = f"{' '.join(flags)} would fit"
     raise UsageError(
         f"{what} needs {gib(fixed + kv)} GiB ({gib(fixed)} for the model, {gib(kv)} for KV pages), "
         f"but {gib(available or 0)} GiB are available; {advice}"

@@ -11,6 +11,12 @@ from numpy.typing import NDArray
 from ninfer.devices.cuda import CudaDevice, cuda_info, cuda_missing, libraries
 from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
 from ninfer.devices.plan import Launch
+from ninfer.formats.dtypes import I32, U8
+from ninfer.formats.kv import by_name as kv_by_name
+from ninfer.ir.ops.attention import Attention
+from ninfer.ir.types import B, Env, M, P, S, T, TensorType
+from ninfer.routes.cuda import cuda_routes
+from ninfer.routes.route import RouteRegistry
 from tests.cuda.gpu import GpuRun
 from tests.cuda.parity import LINEAR, Trial, check, lowering_for, trials
 
@@ -47,3 +53,16 @@ def _gpu_trials() -> list[Trial]:
 @pytest.mark.parametrize("trial", _gpu_trials(), ids=lambda t: t.id)
 def test_a_route_computes_its_op_on_a_gpu(trial: Trial, gpu: CudaDevice) -> None:
     check(trial, lowering_for(gpu.info), GpuRun(gpu))
+
+
+@pytest.mark.parametrize(("fmt", "advice"), [("nvfp4", "--kv-dtype bf16"), ("bf16", "a smaller --prefill-chunk")])
+def test_a_cache_that_a_gpu_has_no_kernel_for_is_told_with_what_would_work(fmt: str, advice: str) -> None:
+    """Heads of 48 values: no warp codes them or reads them."""
+    info, kv = INFO, kv_by_name(fmt)
+    op = Attention(kv, 2, 1, 48, 0.1, None)
+    step = (TensorType((S, M), I32), *(TensorType((d,), I32) for d in (T, B, B, B)))
+    types = (TensorType((T, 96)), TensorType((P, kv.page_bytes(1, 48)), U8), *step)
+    registry = RouteRegistry(cuda_routes(info.units))
+    assert not registry.candidates(op, types, Env(1, 1, 1), info)
+    lines = str(registry.no_route(op, types, Env(1, 1, 1), info)).splitlines()
+    assert "48" in "".join(lines[1:-1]) and lines[-1].startswith(f"  try: {advice}, ")

@@ -210,3 +210,21 @@ def test_rounds_of_mtp_are_one_plan_and_say_what_graph_by_graph_rounds_say(plain
             assert said(together[r.id]) == said(apart[r.id]) == plain(r)
         both = e.stats().drafts
         assert chained is not None and both is not None and both.num_accepted == 2 * chained.num_accepted > 20
+
+
+@pytest.mark.parametrize("changes", [{"ngram_draft_tokens": 0}, {"ngram_min_match": 4}], ids=["one plan", "by graph"])
+def test_recurrent_states_are_those_of_plain_decoding_bit_for_bit(changes: dict[str, Any]) -> None:
+    """After replies of several lengths, whose last rounds keep different numbers of rows."""
+    batch = [evolve(r, max_tokens=n) for r, n in zip(requests(4, seed=2), (17, 30, 41, 60), strict=True)]
+    found: list[dict[tuple[str, str], Any]] = []
+    for spec, more in (("none", {}), ("mtp", changes)):
+        with engine(spec, **more) as e:
+            told = drive(e, batch)
+            slots = {id: deltas[-1].timings.slot for id, deltas in told.items() if deltas[-1].timings}
+            memory = e.runner.memory  # type: ignore[attr-defined]
+            names = [n for n in memory.states if n.startswith(("conv.", "delta."))]
+            found.append({(id, n): memory.read_state(n, slot).copy() for id, slot in slots.items() for n in names})
+            stats = e.stats().drafts
+    assert stats is not None and stats.num_accepted > 10 and len(found[0]) == 4 * 12
+    for key, state in found[0].items():
+        assert state.any() and (state == found[1][key]).all(), key

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,23 @@ def test_what_does_not_fit_is_refused_with_a_context_that_does() -> None:
     plan_memory(config(max_context=fits), SIZES, int(4.5 * GIB))
     with pytest.raises(UsageError, match="smaller model"):
         plan_memory(config(), SIZES, 3 * GIB)
-    with pytest.raises(UsageError, match="--kv-capacity 100000"):
-        plan_memory(config(kv_capacity=100_000), SIZES, int(4.5 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("context", "flags"), [(8192, r"--kv-capacity (\d+)"), (32768, r"--kv-capacity (\d+) --max-context (\d+)")]
+)
+def test_a_capacity_that_does_not_fit_names_one_that_does(context: int, flags: str) -> None:
+    asked = (
+        rf"--kv-capacity 100000 needs 5\.53 GiB \(4\.01 .* 1\.53 .*\), but 4\.50 GiB are available; {flags} would fit"
+    )
+    with pytest.raises(UsageError, match=f"^{asked}$") as error:
+        plan_memory(config(kv_capacity=100_000, max_context=context), SIZES, int(4.5 * GIB))
+    found = re.search(flags, str(error.value).split(";")[1])
+    assert found is not None
+    capacity, *window = map(int, found.groups())
+    plan = plan_memory(config(kv_capacity=capacity, max_context=(*window, context)[0]), SIZES, int(4.5 * GIB))
+    assert plan.limits.pages * PAGE == capacity
+    assert "rk8v4, 16,384 B/token" in plan.line("rk8v4")
 
 
 def test_flags_that_contradict_each_other_name_what_would_work() -> None:
