@@ -112,6 +112,9 @@ class NinferArtifact(Artifact):
             f"components {', '.join(c for c in self.components if c in SERVED)}"
             + (f"; kept and not used: {', '.join(other)}" if other else ""),
         ]
+        if self.has_proposal:
+            info = self.info(PROPOSAL_HEAD)
+            lines.append(f"proposal head of {info.shape[0]} tokens in {info.format.name}")
         if isinstance(d.provenance, Mapping) and isinstance(d.provenance.get("recipe"), str):
             lines.append(f"recipe {d.provenance['recipe'][:100]!r}")
         return tuple(lines)

@@ -207,7 +207,9 @@ def load(
     limits = _limits(model, config, backend, states, weights, report)
     plans = {"sample": plan_widths(lowering, lambda env: backend.graph(graph, env), limits)}
     if rounds is not None:
-        report("drafts", rounds.line())
+        head = model.spec.proposal
+        by = f"  by a proposal head of {head.num_rows:,} tokens" if head is not None and rounds.kind is not None else ""
+        report("drafts", rounds.line() + by)
         plans |= lower_rounds(rounds, lowering, backend.graph, limits)
     chains = {} if rounds is None else lower_chains(rounds, lowering, backend.graph, limits)
     all_plans = [*(plan for by_width in plans.values() for plan in by_width.values()), *chains.values()]

@@ -66,8 +66,20 @@ def test_the_head_is_rows_of_the_whole_in_its_encoding(tmp_path: Path, chosen: s
     ids = artifact.proposal_ids()
     assert artifact.has_proposal and ids is not None and ids.tolist() == order[:96]
     head, own = artifact.get("lm_head.weight"), artifact.get(PROPOSAL_HEAD)
+    assert f"proposal head of 96 tokens in {own.format.name}" in artifact.details()
     assert own.format is head.format
     assert np.array_equal(own.raw, head.format.gather_rows(head.raw, head.shape, ids.astype(np.intp)))
+
+
+def test_the_start_tells_of_the_head_and_rounds_stay_one_plan(tmp_path: Path) -> None:
+    told: dict[str, str] = {}
+    config = EngineConfig(
+        model=str(converted(tmp_path, TINY_GGUF, "gguf", 300)), device="cpu", max_context=128, max_concurrency=1,
+        spec="mtp", ngram_draft_tokens=0,
+    )  # fmt: skip
+    loaded = load(config, lambda label, text: told.update({label: text}))
+    assert told["drafts"].endswith("by a proposal head of 300 tokens")
+    assert loaded.speculation is not None and loaded.speculation.chain is not None
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "q4"])
