@@ -276,6 +276,25 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, name: s
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("alias", [False, True], ids=["of its own", "the head itself"])
+def test_a_head_of_all_tokens_needs_no_ids(tmp_path: Path, alias: bool) -> None:
+    """Files of others may have one, in fewer bits than the head; a second name of the head is no other head."""
+    new, path = to_artifact(plan(512)), tmp_path / "full.ninfer"
+    _component({"domain": "full"})(new)
+    _unbound("proposal/token_ids")(new)
+    if alias:
+        assert isinstance(new.bindings, dict)
+        new.bindings["proposal/head"] = new.bindings["text/output_head"]
+    write_artifact(new, path)
+    artifact = open_artifact(path)
+    assert artifact.has_proposal is not alias and artifact.proposal_ids() is None
+    model = open_model(EngineConfig(model=str(path), spec="mtp", device="cpu"), tokenizer_needed=False)
+    g = model.graph("draft", ROUNDS)
+    assert not any(n.op.key == "pick_columns" for n in g.nodes)
+    heads = {w.name for w in g.weights} & {PROPOSAL_HEAD, "lm_head.weight"}
+    assert heads == {"lm_head.weight" if alias else PROPOSAL_HEAD}
+
+
 def test_what_the_commands_refuse(tmp_path: Path) -> None:
     config = EngineConfig(model=str(DENSE), spec="mtp", device="cpu", lm_head_draft=True)
     for changes, message in (
