@@ -196,7 +196,31 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     return True
 
 
-def _bodies(
+@frozen
+class Apart:
+    """Parts of K that one accumulator keeps apart (templates/cuda/linear_columns.h.j2).
+
+    step: columns of a part; rows: of activations in an accumulator, a power of two.
+    """
+
+    step: int
+    rows: int
+
+    def parts(self, b: Body) -> int:
+        assert b.tiling is not None
+        return min(8 // self.rows, b.tiling.columns // self.step)
+
+
+def parts_apart(bodies: Sequence[Body], rows: int, ga: int) -> Apart | None:
+    """None where there are more rows than columns of an accumulator, or scales of several pieces."""
+    tilings = [b.tiling for b in bodies if b.tiling]
+    if not tilings or rows > 8 or any(t.d_kind not in ("f16", "bf16") or t.m_kind or t.code == "e4m3" for t in tilings):
+        return None
+    step = min(ga, SLICE, *(t.group for t in tilings))
+    return None if any(t.group % step for t in tilings) else Apart(step, 1 << (rows - 1).bit_length())
+
+
+def make_bodies(
     o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = ()
 ) -> tuple[Body, ...]:
     """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's."""
@@ -234,10 +258,10 @@ def _bodies(
 
 def bodies_of(o: Operands) -> tuple[Body, ...]:
     """The formats of an op's matrices, for kernels that deal out their blocks themselves."""
-    return _bodies(o, 1, 1, 1, SLICE)
+    return make_bodies(o, 1, 1, 1, SLICE)
 
 
-def _riders(o: Operands, plain: Sequence[int], warps: int, blocks: int) -> Riders | None:
+def make_riders(o: Operands, plain: Sequence[int], warps: int, blocks: int) -> Riders | None:
     """The plain matrices, where they are few rows beside tiled ones, given codes, and only stored."""
     formats = {i: t.fmt for i, t in o.weights if t.fmt is not None}
     columns = {layout_of(f).tiling(o.k).columns for i, f in formats.items() if i not in plain}
@@ -311,15 +335,16 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     halves = 2 if rows <= 4 else 1  # of the buffer of partial sums; one half costs a second barrier per batch
     span, blocks = tuning.get("span", 1), tuning["blocks"]
     split, plain = tuning.get("split", 1), [i for i, t in o.weights if t.fmt and t.fmt.dtype]
-    bodies = _bodies(o, warps, span, blocks, ga, split, plain)
-    riders = _riders(o, plain, warps, sum(b.blocks for b in bodies))
+    bodies = make_bodies(o, warps, span, blocks, ga, split, plain)
+    riders = make_riders(o, plain, warps, sum(b.blocks for b in bodies))
     if plain and riders is None:
-        bodies = _bodies(o, warps, span, blocks, ga, split)
+        bodies = make_bodies(o, warps, span, blocks, ga, split)
     bodies = tuple(evolve(b, grid_bytes=tuning.get("grid", 8) << 10) for b in bodies)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
+    apart = parts_apart(bodies, rows, ga)
     at, offsets = 0, {}
 
     def place(name: str, nbytes: int) -> None:
@@ -330,7 +355,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     ring = max(warps * stages * b.stage_bytes for b in bodies)
     place("ring", ring)  # bodies of plain formats have none: their activations, two bytes each, begin here
     place("x", max([rows * x_stride] + [rows * 2 * b.x_stride - align_up(ring, 128) for b in bodies]))
-    place("xd", kp // ga * 8 * nt * 4)
+    place("xd", kp // apart.step * apart.rows * 4 if apart else kp // ga * 8 * nt * 4)
     place("xs", max((kp // s * 8 * nt * 4 for s in sums), default=0))
     place("red", halves * batch * warps * 16 * rows * 4)
     place("squares", rows * warps * 4 if o.norm is not None and not o.packed else 0)
@@ -353,11 +378,12 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "nexts": _nexts(o, warps, tuning), "swiglu_ahead": bool(o.ahead and o.ahead.swiglu),
         "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
         "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
-        "x_stride": x_stride, "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
+        "apart": apart, "x_stride": x_stride,
+        "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
         "residual": "" if o.residual is None else f"a{o.residual}",
-        "swiglu": o.swiglu, "quant": o.quant, **_weighing(o), "parameters": _names(o, types),
+        "swiglu": o.swiglu, "quant": o.quant, **weighing(o), "parameters": parameter_names(o, types),
     }  # fmt: skip
 
 
@@ -366,11 +392,11 @@ def _nexts(o: Operands, warps: int, tuning: Tuning) -> tuple[Body, ...]:
     if o.ahead is None or not tuning.get("ahead", 0):
         return ()
     plain = [i for i, t in o.ahead.weights if t.fmt and t.fmt.dtype]
-    bodies = _bodies(o.ahead, warps, 1, tuning["blocks"], o.ahead.packed or SLICE, tuning.get("split", 1), plain)
+    bodies = make_bodies(o.ahead, warps, 1, tuning["blocks"], o.ahead.packed or SLICE, tuning.get("split", 1), plain)
     return tuple(b for b in bodies if b.tiling)
 
 
-def _weighing(o: Operands) -> dict[str, Any]:
+def weighing(o: Operands) -> dict[str, Any]:
     """weigh, the next norm's weight, and where codes and scales go."""
     codes, scale = ("y1", "y2") if o.weigh else ("y0", "y1")
     next_norm = "" if o.next_norm is None else f"a{o.next_norm}"
@@ -388,14 +414,14 @@ def rows_of(o: Operands, env: Env) -> int:
     return first if isinstance(first, int) else env[first]
 
 
-def _num_inputs(o: Operands) -> int:
+def num_inputs_of(o: Operands) -> int:
     weights = (*o.weights, *(o.ahead.weights if o.ahead else ()))
     return max([i for i, _ in weights] + [o.residual or 0, o.next_norm or 0]) + 1
 
 
-def _names(o: Operands, types: Types) -> str:
+def parameter_names(o: Operands, types: Types) -> str:
     """C parameters: inputs, then outputs."""
-    num_inputs = _num_inputs(o)
+    num_inputs = num_inputs_of(o)
     names = [f"const {'u8' if t.fmt or t.dtype.bits == 8 else 'f32'}* a{i}" for i, t in enumerate(types[:num_inputs])]
     if o.quant:
         return ", ".join([*names, "u8* y0", "f32* y1"])
@@ -408,13 +434,14 @@ def exact(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     o = operands(op, types)
     rows, warps = rows_of(o, env), tuning["warps"]
     bodies, at = [], 0
-    for b in _bodies(o, warps, 1, 1, SLICE):
+    for b in make_bodies(o, warps, 1, 1, SLICE):
         n = b.tiles // (2 if o.swiglu else 1)
         bodies.append(evolve(b, first_block=at, blocks=n))
         at += n
     return {
         "TB": min(rows, 8), "T": rows, "K": o.k, "warps": warps, "bodies": tuple(bodies), "blocks": at, "x": "a0",
-        "swiglu": o.swiglu, "residual": "" if o.residual is None else f"a{o.residual}", "parameters": _names(o, types),
+        "swiglu": o.swiglu, "residual": "" if o.residual is None else f"a{o.residual}",
+        "parameters": parameter_names(o, types),
     }  # fmt: skip
 
 
@@ -476,16 +503,16 @@ def gemm(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     bodies = bodies_of(o)
     items = sum(-(-w.n // TILE_ROWS) * (b.chunks if b.tiling else -(-o.k // 256)) for b in bodies for w in b.weights)
     first = o.x.shape[0]
-    workspace = _num_inputs(o) + (4 if o.weigh else 2 if o.quant else 1 if o.swiglu else len(o.weights))
+    workspace = num_inputs_of(o) + (4 if o.weigh else 2 if o.quant else 1 if o.swiglu else len(o.weights))
     return {
         "T": rows, "K": o.k, "N": height(o.weights[0][1]), "NS": total, "bodies": bodies, "items": items,
         "at": GemmPlaces(0, x_at, product_at, end), "packed": o.packed, "x": "a0", "x_scale": "a1",
         "x_codes": align_up(o.k, o.packed or 1), "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
-        "offset": o.offset, "swiglu": o.swiglu, "quant": o.quant, **_weighing(o),
-        "residual": "" if o.residual is None else f"a{o.residual}", "parameters": _names(o, types),
+        "offset": o.offset, "swiglu": o.swiglu, "quant": o.quant, **weighing(o),
+        "residual": "" if o.residual is None else f"a{o.residual}", "parameters": parameter_names(o, types),
         "m": rows, "n": total, "k": o.k, "a": workspace, "a_offset": x_at,
         "b": o.weights[0][0] if stored else workspace, "b_offset": 0,
-        "c": _num_inputs(o) if direct else workspace, "c_offset": 0 if direct else product_at,
+        "c": num_inputs_of(o) if direct else workspace, "c_offset": 0 if direct else product_at,
         "out": "f32" if direct else "bf16",
         "rows_field": "logit_rows" if first is L else "seqs" if first is B else "rows",
         "direct": direct, "stored": stored, "int8": False, "KS": -(-o.k // SLICE),
@@ -639,9 +666,20 @@ def _exact_route(op: type[Op]) -> Route[Any]:
 
 def routes(units: int) -> tuple[Route[Any], ...]:
     """All of them, with grids for a GPU of so many multiprocessors."""
+    whole, half, third = {"blocks": units}, {"blocks": 2 * units, "limit": 112}, {"blocks": 3 * units, "limit": 74}
     bulk = [
-        {"warps": w, "stages": s, "blocks": units, "bulk": 1, "resident": 2, **more}
-        for w, s, more in ((10, 4, {}), (8, 5, {}), (10, 4, {"late": 2, "split": 8}), (10, 4, {"grid": 32}))
+        {"warps": w, "stages": s, "bulk": 1, "resident": r, **more}
+        for w, s, r, more in (
+            (10, 4, 2, whole),
+            (8, 5, 2, whole),
+            (10, 4, 2, {**whole, "late": 2, "split": 8}),
+            (10, 4, 2, {**whole, "grid": 32}),
+            (10, 4, 2, {**whole, "late": 2}),
+            (12, 4, 1, {**whole, "split": 8}),
+            (8, 4, 2, half),
+            (8, 4, 2, {**half, "late": 1, "split": 8}),
+            (8, 3, 3, {**third, "split": 4}),
+        )
     ]
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
