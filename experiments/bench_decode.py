@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,6 +43,7 @@ from ninfer.routes.profile import load_profile
 from ninfer.routes.render import Renderer
 from ninfer.routes.route import RouteRegistry
 from ninfer.routes.select import Selector
+from ninfer.routes.weave import weaver_for
 from ninfer.runtime.backend import synthetic_weights
 from ninfer.runtime.batch import Draw, SeqRows
 from ninfer.runtime.request import Sampling
@@ -144,6 +146,24 @@ def parts(device: CudaDevice, executable: CudaExecutable) -> list[dict[str, Any]
     return sorted(rows, key=lambda r: -r["us"])
 
 
+def stages(device: CudaDevice, executable: CudaExecutable) -> None:
+    """When the stages of one woven launch of a step begin and end, by the stamps of all blocks: microseconds."""
+    last: dict[str, Launch] = {x.source.entry: x for x in executable.plan.launches if x.stages and x.source}
+    for entry, launch in last.items():
+        found = device.libs.driver.cuModuleGetGlobal(device.modules[entry], f"{entry}_stamps".encode())
+        at, nbytes = int(device.driver("finding stamps", found)), int(found[2])
+        raw = np.empty(nbytes // 8, np.uint64)
+        device.cupy.cuda.runtime.memcpy(raw.ctypes.data, at, nbytes, 2)
+        us = raw.reshape(len(launch.stages), -1, 5).astype(np.int64)
+        us = (us - us[0, :, 0].min()) / 1e3
+        print("  stage: begins | wait over | activations there | chunks done, median and last | ends, median and last")
+        for s, x in zip(us, launch.stages, strict=True):
+            waited, there, done = (np.median(s[:, i]) for i in (1, 2, 3))
+            middle = f"{waited:8.2f} | {there:8.2f} | {done:8.2f} {s[:, 3].max():8.2f} | "
+            middle = middle if x.op.key == "fused_linear" else ""  # others have no stamps within
+            print(f"    {x.op.key:14} {s[:, 0].min():8.2f} | {middle}{np.median(s[:, 4]):8.2f} {s[:, 4].max():8.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=f"{PREFIX}NAME or a model file")
@@ -154,6 +174,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each point")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
     parser.add_argument("--plain", action="store_true", help="without the fusions of a decode plan")
+    parser.add_argument("--woven", type=json.loads, help='woven kernels, with fields of the Weaver: e.g. {"flying": 3}')
+    parser.add_argument("--stages", action="store_true", help="when the stages of woven kernels begin and end")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--explain", action="store_true", help="print the plan")
     parser.add_argument("--profile", type=Path, help="a device profile, over the shipped one and the user's")
@@ -170,7 +192,11 @@ def main() -> None:
     selector = Selector(
         registry, device.info, load_profile(device.info, args.profile, check=lambda p: fresh(p, registry.routes)[0])
     )
-    lowering = Lowering(selector, Renderer(device.info))
+    renderer = Renderer(device.info)
+    weaver = None if args.woven is None else weaver_for(device.info, renderer)
+    if weaver is not None:
+        weaver = evolve(weaver, stamps=args.stages, **args.woven)
+    lowering = Lowering(selector, renderer, weaver)
     weights, points = weights_of(graph, artifact), list[dict[str, Any]]()
     for batch in args.batch:
         pages_each = (max(args.context) + PAGE) // PAGE + 1
@@ -201,7 +227,9 @@ def main() -> None:
                 f"  {sum(moved.values()) / 1e9:.2f} GB  {point['roofline']:.1%} of the bus  host {point['host_us']} us"
             )
             print(line, flush=True)
-            if args.parts:
+            if args.stages:
+                stages(device, executable)
+            if args.parts and not any(x.stages for x in executable.plan.launches):
                 point["parts"] = parts(device, executable)
                 for r in point["parts"]:
                     print(f"    {r['us']:>8} us  {r['launches']:>3} x {r['us_each']:>7}  {r['tb_per_s']:.2f} TB/s  "

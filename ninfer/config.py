@@ -176,6 +176,11 @@ class EngineConfig:
         "longest copy of earlier text drafted in a round with --spec", whole(0, 15), default=15
     )
     ngram_min_match: int = flag("tokens that must agree before a copy", whole(4, 64), default=12)
+    decode_kernels: str = flag(
+        "steps of few rows on an sm_90 GPU: a launch for each op, or a persistent kernel for those of several layers",
+        default="chained",
+        choices=("chained", "woven"),
+    )
     deterministic: bool = flag("make a reply independent of what shares its steps, at some speed", default=False)
     device_profile: str = flag(
         "measured routes: use a stored profile, none, or measure now",

@@ -327,8 +327,8 @@ class CudaDevice:
     dependent_launch: bool = True
     cupy: Any = field(init=False)
     stream: Any = field(init=False)
-    _modules: dict[str, Any] = field(factory=dict)  # function handles by entry
-    _keep: list[Any] = field(factory=list)
+    modules: dict[str, Any] = field(factory=dict)  # by entry
+    _functions: dict[str, Any] = field(factory=dict)  # function handles by entry
     _granted: dict[str, int] = field(factory=dict)  # dynamic shared memory by entry
     _blas: Any = None
     _memories: list[CudaMemory] = field(factory=list)
@@ -478,22 +478,22 @@ class CudaDevice:
     def compile(self, plans: Sequence[Plan]) -> dict[str, int]:
         """Load every kernel of the plans; function handles by entry."""
         sources = list(dict.fromkeys(s for plan in plans for s in plan.sources))
-        missing = [s for s in sources if s.entry not in self._modules]
+        missing = [s for s in sources if s.entry not in self._functions]
         for entry, cubin in self.programs.cubins(missing, self.progress).items():
             module = self.driver(f"loading {entry}", self.libs.driver.cuModuleLoadData(cubin))
-            self._keep.append(module)
+            self.modules[entry] = module
             function = self.libs.driver.cuModuleGetFunction(module, entry.encode())
-            self._modules[entry] = self.driver(f"finding {entry}", function)
+            self._functions[entry] = self.driver(f"finding {entry}", function)
         for plan in plans:
             for launch in plan.launches:
                 if launch.source is not None:
                     self._grant(launch.source.entry, launch.geometry.shared)
-        return {s.entry: int(self._modules[s.entry]) for s in sources}
+        return {s.entry: int(self._functions[s.entry]) for s in sources}
 
     def _grant(self, entry: str, shared: int) -> None:
         if shared > self._granted.get(entry, 48 << 10):
             attribute = self.libs.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            result = self.libs.driver.cuFuncSetAttribute(self._modules[entry], attribute, shared)
+            result = self.libs.driver.cuFuncSetAttribute(self._functions[entry], attribute, shared)
             self.driver(f"granting {entry} {shared} bytes of shared memory", result)
             self._granted[entry] = shared
 
@@ -520,7 +520,7 @@ class CudaDevice:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        function, address, entry = self._modules[launch.source.entry], ctypes.addressof(places), launch.source.entry
+        function, address, entry = self._functions[launch.source.entry], ctypes.addressof(places), launch.source.entry
         keep = (values, places)
 
         def call() -> None:
@@ -597,6 +597,7 @@ class CudaExecutable:
     _record_at: list[dict[str, int]] = field(factory=list)  # offsets of the fields of each record
     _const_at: dict[str, int] = field(factory=dict)
     _results: Region = field(init=False)
+    _tables: list[Region] = field(factory=list)  # of woven launches
     _calls: list[Callable[[], None]] = field(factory=list)
     _graph: Any = None
     _keep: list[Any] = field(factory=list)
@@ -678,7 +679,7 @@ class CudaExecutable:
     def free(self) -> None:
         """The record and the results; the graph goes with this object."""
         self._graph = None
-        for region in (self._record, self._results):
+        for region in (self._record, self._results, *self._tables):
             region.free()
 
     def _make_calls(self) -> None:
@@ -687,7 +688,7 @@ class CudaExecutable:
         for launch in self.plan.launches:
             dependent, frame = dependent and launch.frame == frame, launch.frame
             header = self._record.pointer + self._record_at[frame][HEADER_FIELD.name]
-            pointers = [header, *(self.address(ref) for ref in launch.args)]
+            pointers = [header, *self._table(launch), *(self.address(ref) for ref in launch.args)]
             if launch.source is not None:
                 self._calls.append(self.device.kernel(launch, pointers, dependent=dependent))
                 dependent = True
@@ -696,6 +697,17 @@ class CudaExecutable:
                 dependent = False
             else:
                 raise DeviceError(f"{launch.op.key} has no kernel on {self.device.info.name}")
+
+    def _table(self, launch: Launch) -> list[int]:
+        """Where a woven launch's table of stages is."""
+        if not launch.stages:
+            return []
+        table = launch.table(self.address)
+        region = Region(self.device.cupy, table.nbytes)
+        self.device.copy_in(region.pointer, table)
+        self._tables.append(region)
+        self.memory.regions.append(region)
+        return [region.pointer]
 
     def _enqueue(self) -> None:
         runtime, stream = self.device.cupy.cuda.runtime, self.device.stream.ptr

@@ -139,15 +139,28 @@ class SimExecutable(HostExecutable):
         if launch.source is None:
             what = launch.library[0] if launch.library else "the op's reference"
             raise DeviceError(f"{launch.op.key}: the simulation cannot run {what}")
+        if launch.stages:
+            self._run_woven(launch, launch.source)
+            return
+        self._run_kernel(launch, launch.source, self.pointers(launch))
+
+    def _run_kernel(self, launch: Launch, source: Source, pointers: Sequence[int]) -> None:
+        geometry, entry = launch.geometry, source.entry
         run_kernel(
-            launch.source.entry,
-            self.entries[launch.source.entry],
-            self.pointers(launch),
-            launch.geometry.grid,
-            launch.geometry.block,
-            launch.geometry.shared,
+            entry, self.entries[entry], pointers, geometry.grid, geometry.block, geometry.shared,
             order=self.device.order,
-        )
+        )  # fmt: skip
+
+    def _run_woven(self, launch: Launch, source: Source) -> None:
+        """Blocks run one after another here, so several run one stage after another; a single one runs all at once."""
+        table = launch.table(self._address)
+        header, *rest = self.pointers(launch)
+        ends = range(1, len(launch.stages) + 1) if launch.geometry.grid[0] > 1 else [len(launch.stages)]
+        first = 0
+        for last in ends:
+            table[0] = first | last << 32
+            self._run_kernel(launch, source, [header, table.ctypes.data, *rest])
+            first = last
 
     def launch(self) -> dict[str, NDArray[Any]]:
         for launch in self.plan.launches:

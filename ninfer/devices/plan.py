@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from ninfer.devices.base import Geometry, Source
 from ninfer.ir.op import Op
@@ -43,7 +45,8 @@ class Launch:
     """One kernel, or one library call, or (both None) one call of the op's reference.
 
     args: inputs then outputs then workspace; types: the inputs' and outputs' types in the same order. frame: the record
-    whose header it reads.
+    whose header it reads. stages: of a woven launch, whose kernel finds their kinds and arguments in a table; args are
+    then what it needs besides.
     """
 
     op: Op
@@ -56,6 +59,18 @@ class Launch:
     num_inputs: int
     layer: int | None
     frame: int = 0
+    stages: tuple[Launch, ...] = ()
+    kind: int = 0
+
+    def table(self, address: Callable[[BufferRef], int]) -> NDArray[np.uint64]:
+        """Of a woven launch: the stages to run, then each stage's kind and arguments."""
+        stride = 1 + max(len(x.args) for x in self.stages)
+        words = np.zeros(1 + len(self.stages) * stride, np.uint64)
+        words[0] = len(self.stages) << 32
+        for i, stage in enumerate(self.stages):
+            row = [stage.kind, *map(address, stage.args)]
+            words[1 + i * stride :][: len(row)] = row
+        return words
 
 
 @frozen

@@ -13,6 +13,7 @@ from ninfer.ir.types import Env, TensorType, Types
 from ninfer.routes.render import Renderer
 from ninfer.routes.route import Candidate
 from ninfer.routes.select import Selector
+from ninfer.routes.weave import Weaver
 
 ALIGN = 256
 
@@ -71,10 +72,11 @@ class Part:
 
 @define
 class Lowering:
-    """Lowers graphs for one device. Rendered sources are memoised across plans."""
+    """Lowers graphs for one device. Rendered sources are memoised across plans.   weaver: joins launches of few rows"""
 
     selector: Selector
     renderer: Renderer
+    weaver: Weaver | None = None
     _sources: dict[object, Source] = field(factory=dict)
 
     def lower(self, graph: Graph, env: Env) -> Plan:
@@ -95,7 +97,8 @@ class Lowering:
             arena_bytes, total = max(arena_bytes, arena.end), max(total, arena.total)
             outputs.update((name + part.suffix, (named[v], v.type)) for name, v in part.graph.outputs.items())
         more = tuple(frames[i] for i in range(1, len(frames)))
-        return Plan(frames[0], tuple(launches), arena_bytes, total, outputs, results.end, more)
+        plan = Plan(frames[0], tuple(launches), arena_bytes, total, outputs, results.end, more)
+        return plan if self.weaver is None else self.weaver.weave(plan)
 
     @staticmethod
     def _outputs(part: Part, results: Arena) -> dict[Value, BufferRef]:

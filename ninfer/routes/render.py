@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,12 @@ class Renderer:
             {"op": op, "types": types, "env": env, "t": candidate.tuning, **context},
         )
 
-    def render_template(self, template: str, variables: Mapping[str, Any]) -> Source:
+    def text(self, template: str, variables: Mapping[str, Any]) -> str:
+        """A part of a kernel's text, in which KERNEL_ENTRY stands for the kernel's name."""
+        return self._env.get_template(template).render(**variables, entry=_ENTRY)
+
+    def render_template(self, template: str, variables: Mapping[str, Any], more: Sequence[str] = ()) -> Source:
+        """more: headers of texts among the variables."""
         prelude = f"{template.split('/')[0]}/prelude.h.j2"
         headers: dict[str, None] = {self._header(prelude, {}, {}): None}
 
@@ -96,6 +101,7 @@ class Renderer:
             return ""
 
         text = self._env.get_template(template).render(**variables, entry=_ENTRY, use=use)
+        headers.update(dict.fromkeys(more))
         digest = hashlib.sha256("\0".join([*headers, text]).encode()).hexdigest()[:12]
         stem = re.sub(r"\W+", "_", template.split("/")[-1].split(".")[0])
         entry = f"ni_{stem}_{digest}"

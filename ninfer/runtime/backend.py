@@ -38,6 +38,7 @@ from ninfer.routes.render import Renderer
 from ninfer.routes.route import RouteRegistry
 from ninfer.routes.select import Selector
 from ninfer.routes.tables import REGISTRY
+from ninfer.routes.weave import weaver_for
 from ninfer.runtime.memory_plan import host_available_bytes
 from ninfer.runtime.weights import bind_weights
 
@@ -109,7 +110,9 @@ class Backend:
             if profile.routes:
                 more = f", {stale} stale (run ninfer-calibrate to measure them)" if stale else ""
                 report("profile", f"{profile.hardware_class}  {len(bands)} of {len(bands) + stale} bands used{more}")
-        return Lowering(Selector(self.registry, self.info, profile, config.deterministic), Renderer(self.info))
+        renderer = Renderer(self.info)
+        weaver = weaver_for(self.info, renderer) if config.decode_kernels == "woven" else None
+        return Lowering(Selector(self.registry, self.info, profile, config.deterministic), renderer, weaver)
 
     def profile(self, path: Path | None = None) -> tuple[DeviceProfile, int]:
         """What was measured of the kernels as they are, and the number of bands that are of others."""

@@ -160,6 +160,12 @@ static inline void wait(const unsigned* word, unsigned value) {
     to_scheduler();
 }
 
+// Lets others go on.
+static inline void yield() {
+    static const unsigned never = 0;
+    wait(&never, 1);
+}
+
 static inline void finish_copies(int newest_kept) {
     Thread* t = self;
     int kept = 0;
