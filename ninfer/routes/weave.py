@@ -94,7 +94,7 @@ class Kind:
 
 @frozen
 class Weaver:
-    """units: blocks; warps: of a block, beside the one that fills their rings if `bulk` (sm_90's copies); limit: bytes
+    """units: blocks; warps: of a block, beside the feeders that fill their rings if `bulk` (sm_90's copies); limit: bytes
     of shared memory; least, most: launches of a woven one; columns: use templates/cuda/linear_columns.h.j2; parts: of
     K, of which a block reads the activations of one or two (0: as few as keep them below x_limit bytes); flying: the
     most fills of a warp's ring that are on their way; stamps: blocks note when they reach each phase of a stage.
@@ -112,6 +112,7 @@ class Weaver:
     least: int = 3
     most: int = 1 << 30
     flying: int = 3
+    feeders: int = 4
 
     def weave(self, plan: Plan) -> Plan:
         """The plan with its runs of weavable launches woven."""
@@ -185,7 +186,7 @@ class Weaver:
             return None
         source, shared = rendered
         stages = tuple(evolve(x, args=x.args[: len(x.types)], kind=i) for x, i in zip(run, which, strict=True))
-        geometry = Geometry((self.units, 1, 1), 32 * (self.warps + self.bulk), shared)
+        geometry = Geometry((self.units, 1, 1), 32 * (self.warps + (self.feeders if self.bulk else 0)), shared)
         first = run[0]
         return Launch(first.op, "woven", source, None, geometry, (), (), 0, first.layer, first.frame, stages=stages)
 
@@ -294,7 +295,7 @@ class Weaver:
             return None
         places["ring"] = at
         shared = {"warps": self.warps, "threads": 32 * self.warps, "blocks": self.units, "slots": slots,
-                  "slot_bytes": slot, "bulk": int(self.bulk), "stride": stride, "T": rows, "stages": stages,
+                  "slot_bytes": slot, "bulk": self.bulk, "feeders": self.feeders if self.bulk else 0, "stride": stride, "T": rows, "stages": stages,
                   "stamps": self.stamps,
                   "flying": min(self.flying, slots) if self.bulk else slots,
                   "cuts": max(k.c["cuts"] for k in kinds if k.bodies)}  # fmt: skip
