@@ -33,6 +33,7 @@ from ninfer.devices.plan import Launch, Place
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
 from ninfer.ir.op import Op
+from ninfer.ir.ops.experts import ExpertGlu, ExpertSum
 from ninfer.ir.rewrites import fuse
 from ninfer.ir.types import Env, Types
 from ninfer.models import identify
@@ -67,9 +68,15 @@ def weights_of(graph: Graph, artifact: Artifact) -> dict[str, Weight]:
 def bytes_per_step(
     device: CudaDevice, graph: Graph, weights: dict[str, Weight], env: Env, rows: int, context: int
 ) -> dict[str, int]:
-    """What a step must move at least. An embedding table that is not also the head gives its rows only."""
-    used = {a for node in graph.nodes for a in node.args if node.op.key != "embed"}
-    matrices = sum(device.weight_bytes(weights[v.name]) for v in graph.weights if v in used)
+    """What a step must move at least. An embedding table that is not also the head gives its rows only, a stack of
+    experts those that so many rows pick at most."""
+    used = {a: 1.0 for node in graph.nodes for a in node.args if node.op.key != "embed"}
+    for node in graph.nodes:
+        if isinstance(node.op, ExpertGlu | ExpertSum):
+            places = node.args[2 if isinstance(node.op, ExpertGlu) else 3].type.shape[0]
+            assert isinstance(places, int)
+            used.update((a, min(1.0, rows * node.op.top_k / places)) for a in node.args if a.type.fmt is not None)
+    matrices = sum(int(used[v] * device.weight_bytes(weights[v.name])) for v in graph.weights if v in used)
     kv = sum(t.type.nbytes(env) for n, t in graph.states.items() if n.startswith("kv.")) // (env.pages * PAGE)
     state = sum(v.type.nbytes(env) for n, v in graph.states.items() if n.startswith(("delta.", "conv.")))
     return {"weights": matrices, "kv": rows * context * kv, "state": 2 * state * rows // env.slots}

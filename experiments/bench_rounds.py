@@ -2,10 +2,12 @@
 
     python experiments/bench_rounds.py synthetic:qwen3.5-27b --format q4_g64/q5_g64 --drafts 3 --accept-rate 0 0.8 1
 
-A reply is first generated without drafts. Then it is generated again with drafts: each is the reply's own token with
-the given chance, else another one. Everything else of a round is done as ever, MTP's drafts included, which are then
-not looked at; so a model of random weights gives the speed of a trained one that accepts so much. With n drafts and
-rate p a round has 1 + p + ... + p^n tokens, and tokens per second should be that times the rounds per second at rate 0.
+A reply is first generated without drafts, then by rounds whose drafts are all refused (rate 0), then again with drafts:
+each is the token of the rounds' own reply with the given chance, else another one. (The rounds' reply, since kernels of
+several rows may round otherwise than those of one, which a model of random weights turns into other tokens.)
+Everything else of a round is done as ever, MTP's drafts included, which are then not looked at; so a model of random
+weights gives the speed of a trained one that accepts so much. With n drafts and rate p a round has 1 + p + ... + p^n
+tokens, and tokens per second should be that times the rounds per second at rate 0.
 
 "columns" compares by the device's clock (on a CPU by the wall's) a round of 1 + n rows with a plain step, and says what
 parts of it take by themselves: verification, fold of all rows, one draft. --json writes everything.
@@ -125,6 +127,9 @@ def rates(loaded: Loaded, config: EngineConfig, args: argparse.Namespace) -> lis
         for _ in range(args.repeat):
             rate, deltas = generate(engine, batch)
             seen.append(rate)
+            if not points:
+                found = deltas
+                drafter.texts.update({r.prompt_ids[0]: [*r.prompt_ids, *reply(found[r.id])] for r in batch})
             same = sum(reply(deltas[r.id]) == reply(found[r.id]) for r in batch)
         after = rehearsed.stats()
         rounds = after.num_rounds - before.num_rounds

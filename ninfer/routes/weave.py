@@ -94,8 +94,8 @@ class Kind:
 
 @frozen
 class Weaver:
-    """units: blocks; warps: of a block, beside the feeders that fill their rings if `bulk` (sm_90's copies); limit: bytes
-    of shared memory; least, most: launches of a woven one; columns: use templates/cuda/linear_columns.h.j2; parts: of
+    """units: blocks; warps: of a block, beside the feeders that fill their rings if `bulk` (sm_90's copies); limit:
+    bytes of shared memory; least, most: launches of a woven one; columns: use templates/cuda/linear_columns.h.j2; parts: of
     K, of which a block reads the activations of one or two (0: as few as keep them below x_limit bytes); flying: the
     most fills of a warp's ring that are on their way; stamps: blocks note when they reach each phase of a stage.
     """
@@ -295,7 +295,8 @@ class Weaver:
             return None
         places["ring"] = at
         shared = {"warps": self.warps, "threads": 32 * self.warps, "blocks": self.units, "slots": slots,
-                  "slot_bytes": slot, "bulk": self.bulk, "feeders": self.feeders if self.bulk else 0, "stride": stride, "T": rows, "stages": stages,
+                  "slot_bytes": slot, "bulk": self.bulk,
+                  "feeders": self.feeders if self.bulk else 0, "stride": stride, "T": rows, "stages": stages,
                   "stamps": self.stamps,
                   "flying": min(self.flying, slots) if self.bulk else slots,
                   "cuts": max(k.c["cuts"] for k in kinds if k.bodies)}  # fmt: skip
