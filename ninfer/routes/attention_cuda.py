@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, gcd
 from typing import Any
 
 from attrs import evolve
@@ -197,6 +197,35 @@ def _fused_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -
     }
 
 
+# Splits of wide heads, which are not products of tensor cores.
+
+
+def _heads_per_block(op: Attention) -> int:
+    """Query heads of a KV head that a warp keeps in registers with their sums."""
+    return gcd(4, op.heads // op.kv_heads)
+
+
+def _wide_refuse(op: Attention, types: Types) -> str | None:
+    return None if op.head_dim == 512 else f"reads heads of 512 values, not {op.head_dim}"
+
+
+def _wide_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((op.heads // _heads_per_block(op), split_count(env, tuning), env.rows), 256)
+
+
+def _wide_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {
+        **cache_context(op.fmt, op.kv_heads, op.head_dim),
+        "heads": op.heads,
+        "kv_heads": op.kv_heads,
+        "head_dim": op.head_dim,
+        "window": op.window,
+        "per": _heads_per_block(op),
+        "splits": split_count(env, tuning),
+        "q_scale": op.scale * LOG2E,
+    }
+
+
 # The tiled kernel, for chunks of a prompt.
 
 
@@ -282,6 +311,19 @@ FUSED_ATTENTION_CODED = evolve(
     refuse=_fused_coded_refuse,
     rtol=3e-2,  # a new key or value between two codes may fall to either
 )
+ATTENTION_WIDE = Route(
+    name="attention.cuda.wide",
+    op=Attention,
+    device="cuda",
+    template="cuda/attention_wide.cu.j2",
+    geometry=_wide_geometry,
+    context=_wide_context,
+    workspace=_split_workspace,
+    refuse=_wide_refuse,
+    widths=(1, 32),
+    tunings=({"splits": 64}, {"splits": 32}, {"splits": 128}),
+    numerics="cuda.wide",
+)
 ATTENTION_FLASH = Route(
     name="attention.cuda.flash",
     op=Attention,
@@ -318,6 +360,7 @@ ROUTES: tuple[Route[Any], ...] = (
     KV_APPEND,
     ATTENTION_SPLIT,
     ATTENTION_SPLIT_CODED,
+    ATTENTION_WIDE,
     ATTENTION_FLASH,
     _simple(Attention, "attention"),
 )

@@ -134,8 +134,12 @@ def trials(info: DeviceInfo) -> Iterator[Trial]:
             for rows in dict.fromkeys((case.env.rows + (2 if case.env.rows > 1 else 0), max(case.env.rows, WIDE))):
                 env = evolve(case.env, rows=rows, logit_rows=case.env.logit_rows + 1, seqs=case.env.seqs + 1)
                 for candidate in registry.candidates(case.op, case.types, env, info):
-                    # splits of coded caches are those of plain ones, which go through all tunings
-                    if not candidate.route.name.endswith("_coded") or candidate.tuning == candidate.route.tunings[0]:
+                    # splits of coded caches are those of plain ones, which go through all tunings; those of wide heads
+                    # are as many as there are pages here, whatever the tuning
+                    if (
+                        not candidate.route.name.endswith(("_coded", ".wide"))
+                        or candidate.tuning == candidate.route.tunings[0]
+                    ):
                         yield Trial(case, candidate, env)
 
 

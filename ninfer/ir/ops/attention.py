@@ -219,10 +219,11 @@ class Attention(Op):
     @classmethod
     def cases(cls) -> Iterable[Case]:
         for fmt in KV_FORMATS:
-            for d, heads, kv_heads in ((64, 9, 3), (128, 4, 4), (256, 6, 1), (512, 4, 2)):
+            for d, heads, kv_heads in ((64, 9, 3), (128, 4, 4), (256, 6, 1), (512, 8, 2)):
                 case = _paged_case(fmt, heads=heads, kv_heads=kv_heads, d=d)
                 qt, q = cw.rows(T, case.rows, heads * d, seed=3)
-                for window in (None, 40) if fmt.is_plain and d < 512 else (40 if d == 128 else None,):
+                both = fmt.is_plain and (d < 512 or fmt.name == "f16")
+                for window in (None, 40) if both else (40 if d == 128 else None,):
                     op = cls(fmt, heads, kv_heads, d, d**-0.5, window)
                     name = f"{fmt.name}-d{d}-h{heads}-w{window or 'all'}"
                     # softmax over 130 float32 scores in another order
