@@ -96,8 +96,9 @@ class Kind:
 class Weaver:
     """units: blocks; warps: of a block, beside the feeders that fill their rings if `bulk` (sm_90's copies); limit:
     bytes of shared memory; least, most: launches of a woven one; columns: use templates/cuda/linear_columns.h.j2;
-    parts: of K, of which a block reads the activations of one or two (0: as few as keep them below x_limit bytes); flying: the
-    most fills of a warp's ring that are on their way; stamps: blocks note when they reach each phase of a stage.
+    parts: of K, of which a block reads the activations of one or two (0: as few as keep them below x_limit bytes);
+    flying: the most fills of a warp's ring that are on their way; stamps: blocks note when they reach each phase of
+    a stage.
     """
 
     renderer: Renderer
