@@ -315,7 +315,8 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     (columns per activation scale, where the route quantises), late (fills of a warp's ring that are still to come when
     the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
     blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
-    its own are on their way), grid (KiB that copies of a grid may take in shared memory).
+    its own are on their way), grid (KiB that copies of a grid may take in shared memory), apart (1: an
+    accumulator's columns keep parts of K apart).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -344,7 +345,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
-    apart = parts_apart(bodies, rows, ga)
+    apart = parts_apart(bodies, rows, ga) if tuning.get("apart") else None
     at, offsets = 0, {}
 
     def place(name: str, nbytes: int) -> None:
@@ -558,10 +559,14 @@ def _wide_loads(op: Op, types: Types) -> str | None:
     return None
 
 
+def _least(op: Op, types: Types, rows: int, tuning: Tuning) -> dict[str, Any]:
+    """The context with the smallest ring of weights."""
+    return _stream(op, types, Env(rows=rows, logit_rows=rows, seqs=rows), tuning, 2)
+
+
 def _needs(op: Op, types: Types, rows: int, tuning: Tuning) -> int:
     """Bytes of shared memory for the activations of `rows` rows and the smallest ring of weights."""
-    env = Env(rows=rows, logit_rows=rows, seqs=rows)
-    context = _stream(op, types, env, tuning, 2)
+    context = _least(op, types, rows, tuning)
     need = context["at"].end + context["grids"]
     assert isinstance(need, int)
     return need
@@ -573,7 +578,10 @@ def _fits(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
     def fits(op: Op, types: Types, tuning: Tuning) -> bool:
         if "grid" in tuning and not any(t.fmt is not None and t.fmt.is_grid for _, t in operands(op, types).weights):
             return False
-        return _needs(op, types, rows, tuning) <= limit << 10
+        context = _least(op, types, rows, tuning)
+        if tuning.get("apart") and context["apart"] is None:
+            return False
+        return bool(context["at"].end + context["grids"] <= limit << 10)
 
     return fits
 
@@ -664,6 +672,16 @@ def _exact_route(op: type[Op]) -> Route[Any]:
     )  # fmt: skip
 
 
+def _tunings(rows: int, plain: Sequence[Tuning], grid: Tuning, some: Sequence[Tuning]) -> tuple[Tuning, ...]:
+    """Parts of K apart pay where instructions are the bound: by default from 3 rows on, up to 8. For one row or two the
+    accumulator's chain of products can be the bound: `some` are tried. grid: for formats that have one."""
+    if rows > 8:
+        return (*plain, grid)
+    if rows > 2:
+        return (*({**t, "apart": 1} for t in plain), *plain[:3], grid)
+    return (*plain, grid, *({**t, "apart": 1} for t in some))
+
+
 def routes(units: int) -> tuple[Route[Any], ...]:
     """All of them, with grids for a GPU of so many multiprocessors."""
     whole, half, third = {"blocks": units}, {"blocks": 2 * units, "limit": 112}, {"blocks": 3 * units, "limit": 74}
@@ -673,21 +691,24 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             (10, 4, 2, whole),
             (8, 5, 2, whole),
             (10, 4, 2, {**whole, "late": 2, "split": 8}),
-            (10, 4, 2, {**whole, "grid": 32}),
             (10, 4, 2, {**whole, "late": 2}),
-            (12, 4, 1, {**whole, "split": 8}),
             (8, 4, 2, half),
             (8, 4, 2, {**half, "late": 1, "split": 8}),
             (8, 3, 3, {**third, "split": 4}),
         )
     ]
+    grid = {**bulk[0], "grid": 32}
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
-    copies = [small, large, {**small, "late": 1, "split": 8}, {**large, "grid": 32}]
+    copies = [small, large, {**small, "late": 1, "split": 8}]
     found: list[Route[Any]] = []
     for op in OPS:
-        found += [_stream_route(op, low, high, "bulk", "sm90a", 227, tuple(bulk)) for low, high in WIDTHS]
-        found += [_stream_route(op, low, high, "stream", "sm80", 99, tuple(copies)) for low, high in WIDTHS]
+        for low, high in WIDTHS:
+            tunings = _tunings(high, bulk, grid, bulk[2:6])
+            found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
+        for low, high in WIDTHS:
+            tunings = _tunings(high, copies, {**large, "grid": 32}, copies[2:])
+            found.append(_stream_route(op, low, high, "stream", "sm80", 99, tunings))
         found += [_gemm_route(op, direct, stored) for direct in (False, True) for stored in (False, True)]
         found += [_mma_route(op, direct) for direct in (False, True)]
         if op is not FusedLinear:
