@@ -131,14 +131,16 @@ def measure(executable: CudaExecutable, rows: int, context: int, seconds: float)
 
 
 def parts(device: CudaDevice, executable: CudaExecutable) -> list[dict[str, Any]]:
-    """Where a step's time goes: the launches of each kind in a chain of their own. Their sum is not the step's time,
-    since neighbours overlap by dependent launch."""
+    """Where a step's time goes: the launches of each kind in a chain of their own, but for experts. Their sum is not
+    the step's time, since neighbours overlap by dependent launch."""
     plan, rows = executable.plan, list[dict[str, Any]]()
     kinds: dict[tuple[str, str, tuple[str, ...]], list[Launch]] = {}
     for launch in plan.launches:
         weights = tuple(str(t) for t in launch.types if t.fmt is not None)
         kinds.setdefault((launch.op.key, launch.route, weights), []).append(launch)
     for (key, route, weights), launches in kinds.items():
+        if key in ("expert_glu", "expert_sum"):
+            continue  # the picks that they would read are no longer in the arena
         chosen = {id(x) for x in launches}
         seconds = executable.time_part(lambda x, chosen=chosen: id(x) in chosen, 5)  # type: ignore[misc]
         nbytes = sum(
