@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from ninfer.devices.base import DeviceInfo
 from ninfer.devices.base import Geometry as Geometry
@@ -124,15 +124,21 @@ class RouteRegistry:
     """An immutable set of routes, in default order: the first that accepts wins where nothing was measured."""
 
     routes: tuple[Route[Any], ...]
+    _found: dict[object, tuple[Candidate, ...]] = field(factory=dict, init=False, eq=False, repr=False)
 
-    def candidates(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> list[Candidate]:
-        return [
-            Candidate(route, tuning)
-            for route in self.routes
-            if route.op is type(op) and route.refusal(op, types, env, device) is None
-            for tuning in route.tunings
-            if route.fits(op, types, tuning)
-        ]
+    def candidates(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> tuple[Candidate, ...]:
+        """Those of equal ops are found once: a model asks for the same few in each of its layers, and again and again
+        while it is fused."""
+        key = (op, types, width_of(types, env), device)
+        if key not in self._found:
+            self._found[key] = tuple(
+                Candidate(route, tuning)
+                for route in self.routes
+                if route.op is type(op) and route.refusal(op, types, env, device) is None
+                for tuning in route.tunings
+                if route.fits(op, types, tuning)
+            )
+        return self._found[key]
 
     def explain(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> str:
         """Every route of the op with what it says, a line each."""

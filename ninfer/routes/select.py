@@ -38,7 +38,7 @@ class Selector:
         self.used[key, width_of(types, env)] = chosen.id
         return chosen
 
-    def _of_one_tag(self, op: Op, types: Types, env: Env, candidates: list[Candidate]) -> list[Candidate]:
+    def _of_one_tag(self, op: Op, types: Types, env: Env, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Keep the routes of the first tag, in registry order, whose routes together serve every width."""
         for tag in dict.fromkeys(c.route.numerics for c in candidates):
             spans = sorted(
@@ -51,7 +51,7 @@ class Selector:
                 if low <= reach + 1:
                     reach = max(reach, high)
             if reach >= 1 << 30:
-                return [c for c in candidates if c.route.numerics == tag]
+                return tuple(c for c in candidates if c.route.numerics == tag)
         return candidates
 
     def _refused(self, route: object, op: Op, types: Types, env: Env) -> bool:
