@@ -205,6 +205,17 @@ def _heads_per_block(op: Attention) -> int:
     return gcd(4, op.heads // op.kv_heads)
 
 
+def _heads(op: Attention) -> Mapping[str, Any]:
+    """The cache and who reads it."""
+    return {
+        **cache_context(op.fmt, op.kv_heads, op.head_dim),
+        "heads": op.heads,
+        "kv_heads": op.kv_heads,
+        "head_dim": op.head_dim,
+        "window": op.window,
+    }
+
+
 def _wide_refuse(op: Attention, types: Types) -> str | None:
     return None if op.head_dim == 512 else f"reads heads of 512 values, not {op.head_dim}"
 
@@ -215,11 +226,7 @@ def _wide_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geo
 
 def _wide_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     return {
-        **cache_context(op.fmt, op.kv_heads, op.head_dim),
-        "heads": op.heads,
-        "kv_heads": op.kv_heads,
-        "head_dim": op.head_dim,
-        "window": op.window,
+        **_heads(op),
         "per": _heads_per_block(op),
         "splits": split_count(env, tuning),
         "q_scale": op.scale * LOG2E,
@@ -237,11 +244,7 @@ def _flash_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Ge
 def _flash_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     names = ("page_table", "row_seq", "row_start", "seq_slot", "kv_len")
     return {
-        **cache_context(op.fmt, op.kv_heads, op.head_dim),
-        "heads": op.heads,
-        "kv_heads": op.kv_heads,
-        "head_dim": op.head_dim,
-        "window": op.window,
+        **_heads(op),
         "q_scale": op.scale * LOG2E,
         "resident": {64: 4, 128: 3, 256: 2}[op.head_dim],
         "parameters": ", ".join(["const f32* q", "const u8* cache", *(f"const i32* {n}" for n in names), "f32* y"]),

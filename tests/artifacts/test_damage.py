@@ -26,7 +26,7 @@ from ninfer.models.family import Rounds
 from ninfer.runtime import load as loading
 from ninfer.runtime.load import open_model
 from ninfer.runtime.weights import bind_weights
-from tests.artifacts.test_ninfer import VALUES, places
+from tests.artifacts.test_ninfer import alter, places
 from tests.checkpoints import DATA
 from tests.drawn_drafter import drafter_checkpoint
 
@@ -84,14 +84,7 @@ def test_a_file_with_everything_in_it_may_be_damaged_anywhere(tmp_path: Path, se
     tracemalloc.start()
     for i in range(count):
         changed, pool = json.loads(raw[32 : 32 + n]), pools[i % len(pools)]
-        *outer, last = pool[int(rng.integers(0, len(pool)))]
-        target = changed
-        for key in outer:
-            target = target[key]
-        if rng.integers(0, 6) == 0:
-            del target[last]
-        else:
-            target[last] = VALUES[int(rng.integers(0, len(VALUES)))]
+        place = alter(changed, pool, rng)
         text = json.dumps(changed, separators=(",", ":")).encode()
         if len(text) > n:
             continue
@@ -101,7 +94,7 @@ def test_a_file_with_everything_in_it_may_be_damaged_anywhere(tmp_path: Path, se
         except NinferError as error:
             refused += 1
             seen.add(str(error).rsplit(": ", 1)[-1][:30])
-            assert "\n" not in str(error), f"seed {seed}, mutation {i}: {outer} {last}"
+            assert "\n" not in str(error), f"seed {seed}, mutation {i}: {place}"
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 128 << 20

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,18 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] * bool(path) + [p for key, v in inner for p in places(v, (*path, key))]
 
 
+def alter(value: Any, pool: Sequence[tuple[Any, ...]], rng: np.random.Generator) -> tuple[Any, ...]:
+    """One of the places dropped or given another value."""
+    *outer, last = place = pool[int(rng.integers(0, len(pool)))]
+    for key in outer:
+        value = value[key]
+    if rng.integers(0, 6) == 0:
+        del value[last]
+    else:
+        value[last] = VALUES[int(rng.integers(0, len(VALUES)))]
+    return place
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_dense", "qwen3_5_dense.gguf", "qwen3_5_moe"])
 def test_any_value_in_the_directory_may_be_another(tmp_path: Path, name: str) -> None:
     """Members replaced, dropped or copied from elsewhere: an error of ours, or a model that can be read."""
@@ -355,15 +367,8 @@ def test_any_value_in_the_directory_may_be_another(tmp_path: Path, name: str) ->
     for i in range(400):
         changed, pool = json.loads(raw[32 : 32 + n]), within if i % 2 else other
         for _ in range(int(rng.integers(1, 3))):
-            *outer, last = pool[int(rng.integers(0, len(pool)))]
-            target = changed
             try:
-                for key in outer:
-                    target = target[key]
-                if rng.integers(0, 6) == 0:
-                    del target[last]
-                else:
-                    target[last] = VALUES[int(rng.integers(0, len(VALUES)))]
+                alter(changed, pool, rng)
             except (KeyError, IndexError, TypeError):
                 continue  # an earlier change took the place away
         text = json.dumps(changed, separators=(",", ":")).encode()

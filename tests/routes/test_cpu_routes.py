@@ -66,13 +66,13 @@ def lowering_of(device: CpuDevice) -> Lowering:
     return Lowering(Selector(REGISTRY, device.info, profile), Renderer(device.info))
 
 
-def candidates(device: CpuDevice, case: Case) -> list[Candidate]:
+def candidates(device: CpuDevice, case: Case) -> tuple[Candidate, ...]:
     """All routes. All their tunings too for this CPU and the formats of the models at hand, else the first."""
     found = REGISTRY.candidates(case.op, case.types, case.env, device.info)
     names = {t.fmt.name for t in case.types if t.fmt is not None}
     if device.info.features and names <= {"q4_1", "q8_0", "q4_g64"}:
         return found
-    return list({c.route.name: c for c in reversed(found)}.values())
+    return tuple({c.route.name: c for c in reversed(found)}.values())
 
 
 def build(lowering: Lowering, case: Case, candidate: Candidate) -> tuple[Plan, list[tuple[int, int]]]:
