@@ -17,19 +17,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from ninfer.devices.base import DeviceInfo, Geometry, Source
 from ninfer.devices.plan import Launch, Plan
 from ninfer.formats.quant import align_up
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.types import Env
-from ninfer.routes.cuda_layout import TILE_ROWS, Tiling
+from ninfer.routes.cuda_layout import TILE_ROWS
 from ninfer.routes.linear_cuda import (
     Body,
     Operands,
     Riders,
-    Weight,
     height,
     make_bodies,
     make_riders,
@@ -43,38 +42,28 @@ from ninfer.routes.render import Renderer
 
 LINEAR = "cuda/woven_linear.j2"
 KERNEL = "cuda/woven.cu.j2"
+LEAST = 3  # launches worth a woven kernel
 _HEAD = re.compile(
     r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(const StepHeader\* hdr, (.*?)\) \{', re.S
 )
 _PARAMETER = re.compile(r"\s*((?:const )?\w+\*)\s+(?:__restrict__ )?(\w+)\s*")
 
 
-@frozen
-class WovenBody:
+@frozen(kw_only=True)
+class WovenBody(Body):
     """The matrices of one format in a stage.
 
-    chunks: in all, a chunk being 16 rows by a tile's columns; run: chunks that lie side by side, of one tile and part
-    of K; segments, runs: the most runs that a warp and a block have a share of; red: bytes before the sums of its
-    warps in shared memory; cuts_at: numbers before those of its cut units.
+    all_chunks: of all tiles, a chunk being 16 rows by a tile's columns; run: chunks that lie side by side, of one tile
+    and part of K; segments, runs: the most runs that a warp and a block have a share of; red: bytes before the sums of
+    its warps in shared memory; group_parts: of K that one accumulator keeps apart.
     """
 
-    prefix: str
-    tiling: Tiling
-    weights: tuple[Weight, ...]
-    tiles: int
-    unit_tiles: int
-    units: int
-    chunks: int
+    all_chunks: int
     run: int
     segments: int
     runs: int
     red: int
-    cuts_at: int
-    sums: int
-    factor: float
-    copies: int
-    group_parts: int  # of K that one accumulator keeps apart
-    comment: str
+    group_parts: int
 
 
 @frozen
@@ -88,17 +77,15 @@ class Kind:
     c: Mapping[str, Any] = field(factory=dict, eq=False)
     grid: tuple[int, int, int] = (1, 1, 1)
     call: str = ""
-    shared: int = 0
     headers: tuple[str, ...] = ()
 
 
 @frozen
 class Weaver:
     """units: blocks; warps: of a block, beside the feeders that fill their rings if `bulk` (sm_90's copies); limit:
-    bytes of shared memory; least, most: launches of a woven one; columns: use templates/cuda/linear_columns.h.j2;
-    parts: of K, of which a block reads the activations of one or two (0: as few as keep them below x_limit bytes);
-    flying: the most fills of a warp's ring that are on their way; stamps: blocks note when they reach each phase of
-    a stage.
+    bytes of shared memory; parts: of K, of which a block reads the activations of one or two (0: as few as keep them
+    below x_limit bytes); flying: the most fills of a warp's ring that are on their way; stamps: blocks note when they
+    reach each phase of a stage.
     """
 
     renderer: Renderer
@@ -109,9 +96,6 @@ class Weaver:
     parts: int = 0
     x_limit: int = 24 << 10
     stamps: bool = False
-    columns: bool = True
-    least: int = 3
-    most: int = 1 << 30
     flying: int = 3
     feeders: int = 4
 
@@ -119,22 +103,18 @@ class Weaver:
         """The plan with its runs of weavable launches woven."""
         launches: list[Launch] = []
         run: list[Launch] = []
+        rendered: dict[object, tuple[Source, int] | None] = {}  # a model's layers repeat
 
         def end() -> None:
-            joined = self._join(run, plan) if len(run) >= self.least else None
-            if joined is not None:
-                launches.append(joined)
-            else:
-                launches.extend(run)
+            joined = self._join(run, plan, rendered) if len(run) >= LEAST else None
+            launches.extend(run if joined is None else [joined])
             run.clear()
 
         for launch in plan.launches:
-            if not self.takes(launch, plan) or (run and run[0].frame != launch.frame) or len(run) == self.most:
+            takes = self.takes(launch, plan)
+            if not takes or (run and run[0].frame != launch.frame):
                 end()
-            if self.takes(launch, plan):
-                run.append(launch)
-            else:
-                launches.append(launch)
+            (run if takes else launches).append(launch)
         end()
         return evolve(plan, launches=tuple(launches))
 
@@ -171,21 +151,22 @@ class Weaver:
 
     # stages
 
-    def _join(self, run: Sequence[Launch], plan: Plan) -> Launch | None:
+    def _join(
+        self, run: Sequence[Launch], plan: Plan, rendered: dict[object, tuple[Source, int] | None]
+    ) -> Launch | None:
         """The woven launch; None where shared memory is too small."""
-        kinds: dict[object, Kind] = {}
-        which = []
-        for launch in run:
-            key = (launch.op, launch.types, launch.source if not isinstance(launch.op, FusedLinear) else None)
-            if key not in kinds:
-                kinds[key] = self._kind(len(kinds), launch, plan.frames[launch.frame])
-            which.append(kinds[key].index)
-        found = tuple(kinds.values())
-        stride = 1 + max(len(x.types) for x in run)
-        rendered = self._render(found, len(run), stride, plan.frames[run[0].frame].rows)
-        if rendered is None:
+        keys = [(x.op, x.types, None if isinstance(x.op, FusedLinear) else x.source) for x in run]
+        kinds = list(dict.fromkeys(keys))
+        env, stride = plan.frames[run[0].frame], 1 + max(len(x.types) for x in run)
+        shape = (tuple(kinds), len(run), stride, env)
+        if shape not in rendered:
+            found = [self._kind(i, run[keys.index(k)], env) for i, k in enumerate(kinds)]
+            rendered[shape] = self._render(found, len(run), stride, env.rows)
+        made = rendered[shape]
+        if made is None:
             return None
-        source, shared = rendered
+        source, shared = made
+        which = [kinds.index(k) for k in keys]
         stages = tuple(evolve(x, args=x.args[: len(x.types)], kind=i) for x, i in zip(run, which, strict=True))
         geometry = Geometry((self.units, 1, 1), 32 * (self.warps + (self.feeders if self.bulk else 0)), shared)
         first = run[0]
@@ -194,7 +175,7 @@ class Weaver:
     def _kind(self, index: int, launch: Launch, env: Env) -> Kind:
         if isinstance(launch.op, FusedLinear):
             context = self._product(launch.op, launch, env)
-            return Kind(index, f"KERNEL_ENTRY_{index}", "", context["bodies"], context, shared=context["shared"])
+            return Kind(index, f"KERNEL_ENTRY_{index}", "", context["bodies"], context)
         assert launch.source is not None
         text = launch.source.text
         head = _HEAD.search(text)
@@ -232,7 +213,7 @@ class Weaver:
         columns = kp // parts * most_parts
         x_stride = align_up(columns, 128) + 64
         sums = [b.sums for b in formats if b.sums]
-        apart = parts_apart(formats, rows, ga) if self.columns else None
+        apart = parts_apart(formats, rows, ga)
         most_tiles = max(b.unit_tiles for b in formats)
         place("x", max(rows * x_stride, self.warps * most_tiles * TILE_ROWS * rows * 4))
         place("xd", columns // apart.step * apart.rows * 4 if apart else columns // ga * 8 * nt * 4)
@@ -245,10 +226,9 @@ class Weaver:
             run, chunks = b.chunks // parts, b.tiles * b.chunks
             segments, runs = self._most(chunks, run)
             red = place("red", self.warps * segments * rows * TILE_ROWS * 4)
-            units = b.tiles // b.unit_tiles
-            bodies.append(WovenBody(b.prefix, b.tiling, b.weights, b.tiles, b.unit_tiles, units, chunks, run, segments,
-                                    runs, red, cuts, b.sums, b.factor, b.copies,
-                                    apart.parts(b) if apart else 0, b.comment))  # fmt: skip
+            woven = {"all_chunks": chunks, "run": run, "segments": segments, "runs": runs, "red": red, "cuts_at": cuts,
+                     "group_parts": apart.parts(b) if apart else 0}  # fmt: skip
+            bodies.append(WovenBody(**{**asdict(b, recurse=False), **woven}))
             cuts += self.units * runs * TILE_ROWS * rows
         x_pieces = -(-columns // (512 * self.warps))
         names = parameter_names(o, launch.types).split(", ")
@@ -285,9 +265,10 @@ class Weaver:
     def _render(self, kinds: Sequence[Kind], stages: int, stride: int, rows: int) -> tuple[Source, int] | None:
         if not any(k.bodies for k in kinds):
             return None
-        slot = max(b.tiling.tile_bytes for k in kinds for b in k.bodies)
-        grids = sum(b.tiling.grid_bytes * b.copies for k in kinds for b in k.bodies)
-        at, places = align_up(max(k.shared for k in kinds), 128), dict[str, int]()
+        bodies = [(b.tiling, b.copies) for k in kinds for b in k.bodies if b.tiling is not None]
+        slot = max(tiling.tile_bytes for tiling, _ in bodies)
+        grids = sum(tiling.grid_bytes * copies for tiling, copies in bodies)
+        at, places = max(k.c["shared"] for k in kinds if k.bodies), dict[str, int]()
         for name, nbytes in (("table", 8 * stages * stride), ("bars", 2 * self.warps * 16 * 8)):
             places[name] = at
             at += align_up(nbytes, 128)
@@ -301,17 +282,15 @@ class Weaver:
                   "stamps": self.stamps,
                   "flying": min(self.flying, slots) if self.bulk else slots,
                   "cuts": max(k.c["cuts"] for k in kinds if k.bodies)}  # fmt: skip
-        texts = list[Kind]()
-        for k in kinds:
-            if k.bodies:
-                variables = {**k.c, **shared, "name": k.name, "at": {**k.c["at"], **places}}
-                texts.append(evolve(k, text=self.renderer.text(LINEAR, variables).replace("__syncthreads()", "SYNC()")))
-            else:
-                texts.append(k)
+        texts = [evolve(k, text=self._text(k, shared, places)) if k.bodies else k for k in kinds]
         pieces = [(8 * k.index + i, k, b) for k in kinds for i, b in enumerate(k.bodies)]
         source = self.renderer.render_template(KERNEL, {**shared, "kinds": texts, "pieces": pieces, "at": places},
                                                more=[h for k in kinds for h in k.headers])  # fmt: skip
         return source, at + self.warps * slots * slot
+
+    def _text(self, kind: Kind, shared: Mapping[str, Any], places: Mapping[str, int]) -> str:
+        variables = {**kind.c, **shared, "name": kind.name, "at": {**kind.c["at"], **places}}
+        return self.renderer.text(LINEAR, variables).replace("__syncthreads()", "SYNC()")
 
 
 def weaver_for(info: DeviceInfo, renderer: Renderer) -> Weaver | None:
