@@ -95,7 +95,8 @@ class Plan:
 
     @property
     def const_names(self) -> frozenset[str]:
-        return frozenset(ref.name for x in self.launches for ref in x.args if ref.place is Place.CONST)
+        parts = [part for x in self.launches for part in (x, *x.stages)]
+        return frozenset(ref.name for x in parts for ref in x.args if ref.place is Place.CONST)
 
     def table(self) -> str:
         """One line per launch: layer, op, route, output, grid."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
-from ninfer.devices.base import DeviceInfo
+from ninfer.devices.base import DeviceInfo, Geometry
 from ninfer.devices.cuda import features_of
 from ninfer.devices.cuda_sim import SimDevice, SimPrograms, sim_info
 from ninfer.devices.nvrtc import compile_cubin, nvrtc_missing
+from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.formats.quant import Packed, by_name
 from ninfer.ir.graph import Graph, Value
 from ninfer.ir.ops.embed import embed
@@ -116,6 +118,12 @@ def test_a_woven_kernel_computes_what_its_launches_do(
         # sums in another order may turn a code of a later layer's activations: 0.4 % of the largest of its group
         limit = 1e-6 if name.endswith("0") else 2e-2
         assert np.linalg.norm(got[name] - y) < limit * np.linalg.norm(y), name
+
+
+def test_consts_of_stages_are_a_plans_consts() -> None:
+    launch = Launch(FusedLinear(), "r", None, None, Geometry(), (BufferRef(Place.CONST, "c"),), (), 1, None)
+    woven = evolve(launch, args=(), stages=(launch,))
+    assert Plan(Env(1, 1, 1), (woven,), 0, 0, {}).const_names == {"c"}
 
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=nvrtc_missing() or "")
