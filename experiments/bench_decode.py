@@ -33,7 +33,7 @@ from ninfer.devices.plan import Launch, Place
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
 from ninfer.ir.op import Op
-from ninfer.ir.ops.experts import ExpertGlu, ExpertSum
+from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.rewrites import fuse
 from ninfer.ir.types import Env, Types
 from ninfer.models import identify
@@ -131,28 +131,42 @@ def measure(executable: CudaExecutable, rows: int, context: int, seconds: float)
 
 
 def parts(device: CudaDevice, executable: CudaExecutable) -> list[dict[str, Any]]:
-    """Where a step's time goes: the launches of each kind in a chain of their own, but for experts. Their sum is not
-    the step's time, since neighbours overlap by dependent launch."""
+    """Where a step's time goes, by kinds of launches. us: their time in a chain of their own, whose sum is not the
+    step's, since neighbours overlap by dependent launch; None for experts, whose picks are overwritten by the end of a
+    step. saved_us: what a step without them is shorter by; None for the picks, without which experts read nonsense."""
     plan, rows = executable.plan, list[dict[str, Any]]()
     kinds: dict[tuple[str, str, tuple[str, ...]], list[Launch]] = {}
     for launch in plan.launches:
         weights = tuple(str(t) for t in launch.types if t.fmt is not None)
         kinds.setdefault((launch.op.key, launch.route, weights), []).append(launch)
+    whole = executable.time_part(lambda _: True, 20)
     for (key, route, weights), launches in kinds.items():
-        if key in ("expert_glu", "expert_sum"):
-            continue  # the picks that they would read are no longer in the arena
         chosen = {id(x) for x in launches}
-        seconds = executable.time_part(lambda x, chosen=chosen: id(x) in chosen, 5)  # type: ignore[misc]
-        nbytes = sum(
-            device.weight_bytes(executable.memory.weights[r.name])
-            for x in launches if x.op.key != "embed" for r in x.args if r.place is Place.WEIGHT
-        )  # fmt: skip
+        ops = {type(x.op) for x in launches}
+        alone = saved = None
+        if not ops & {ExpertGlu, ExpertSum}:
+            alone = executable.time_part(lambda x, chosen=chosen: id(x) in chosen, 5)  # type: ignore[misc]
+        if PickExperts not in ops:
+            saved = whole - executable.time_part(lambda x, chosen=chosen: id(x) not in chosen, 20)  # type: ignore[misc]
+        time = saved if alone is None else alone
+        assert time is not None
+        nbytes = sum(weight_bytes(device, executable, x) for x in launches if x.op.key != "embed")
         rows.append({
             "op": key, "route": route, "weights": list(weights), "launches": len(launches),
-            "us": round(seconds * 1e6, 1), "us_each": round(seconds * 1e6 / len(launches), 2),
-            "tb_per_s": round(nbytes / seconds / 1e12, 3),
+            "us": None if alone is None else round(alone * 1e6, 1), "us_each": round(time * 1e6 / len(launches), 2),
+            "saved_us": None if saved is None else round(saved * 1e6, 1), "tb_per_s": round(nbytes / time / 1e12, 3),
         })  # fmt: skip
-    return sorted(rows, key=lambda r: -r["us"])
+    return sorted(rows, key=lambda r: -(r["us"] or r["saved_us"]))
+
+
+def weight_bytes(device: CudaDevice, executable: CudaExecutable, launch: Launch) -> int:
+    """Bytes of matrices that a launch reads, of a stack of experts those that its rows pick at most."""
+    nbytes = sum(device.weight_bytes(executable.memory.weights[r.name]) for r in launch.args if r.place is Place.WEIGHT)
+    if not isinstance(launch.op, ExpertGlu | ExpertSum):
+        return nbytes
+    num = launch.types[2 if isinstance(launch.op, ExpertGlu) else 3].shape[0]
+    assert isinstance(num, int)
+    return nbytes * min(num, executable.env.rows * launch.op.top_k) // num
 
 
 def stages(device: CudaDevice, executable: CudaExecutable) -> None:
@@ -241,8 +255,9 @@ def main() -> None:
             if args.parts and not any(x.stages for x in executable.plan.launches):
                 point["parts"] = parts(device, executable)
                 for r in point["parts"]:
-                    print(f"    {r['us']:>8} us  {r['launches']:>3} x {r['us_each']:>7}  {r['tb_per_s']:.2f} TB/s  "
-                          f"{r['op']} {r['route']} {' '.join(r['weights'])}")  # fmt: skip
+                    alone = f"{r['us'] or '-':>8} us  saves {r['saved_us'] or 0:>7}"
+                    each = f"{r['launches']:>3} x {r['us_each']:>7}  {r['tb_per_s']:.2f} TB/s"
+                    print(f"    {alone}  {each}  {r['op']} {r['route']} {' '.join(r['weights'])}")
             print(json.dumps(point), flush=True)
         device.close()
     if args.json:
