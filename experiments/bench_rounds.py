@@ -222,6 +222,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="of a reply")
     parser.add_argument("--context", type=int, default=512, help="of the comparison of columns")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--full-draft-head", action="store_true", help="draft by the model's head")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
@@ -233,12 +234,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         model=args.model, format=args.format, device=args.device, spec="mtp", draft_tokens=args.drafts,
         ngram_draft_tokens=0, max_concurrency=args.concurrency, kv_dtype=args.kv_dtype, no_prefix_reuse=True,
         max_context=max(args.prompt + args.tokens, args.context + 64), deterministic=args.deterministic,
+        full_draft_head=args.full_draft_head,
     )  # fmt: skip
     loaded = load(config, report=lambda label, text: print(f"{label:9} {text}"))
     found: dict[str, Any] = {
         "model": args.model, "drafts": args.drafts, "concurrency": args.concurrency, "kv": args.kv_dtype,
-        "date": datetime.date.today().isoformat(), "rates": rates(loaded, config, args),
-        "columns": columns(loaded, args),
+        "date": datetime.date.today().isoformat(), "columns": columns(loaded, args),
+        "rates": rates(loaded, config, args),
     }  # fmt: skip
     loaded.runner.close()
     if args.json:

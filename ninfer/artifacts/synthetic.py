@@ -3,6 +3,7 @@
 `synthetic:qwen3.5-27b` is a name; a format is one name, or two as in `q4_g64/q5_g64`: queries, keys, delta inputs, gate
 and up in the first, other projections in the second. Embedding and head take q8_g32 beside formats of fewer bits. In
 Qwen models with experts these formats are those of the experts, and all else has q8_g32, as published recipes do.
+Models with an MTP block and a large vocabulary have a proposal head in q4_g64, or the first format if it is plain.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ninfer.artifacts.artifact import Artifact, Parameter, TensorInfo
+from ninfer.artifacts.artifact import PROPOSAL_HEAD, Artifact, Parameter, TensorInfo
 from ninfer.artifacts.synthetic_text import CHAT_TEMPLATE, byte_tokenizer
 from ninfer.errors import UsageError
 from ninfer.formats.quant import BF16_FORMAT, F32_FORMAT, QuantFormat, by_name
@@ -148,6 +150,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 ROTATED = {"bonsai2-27b": 1024, "bonsai-tiny": 128}  # matrices in a rotated basis, embedding and head like the others
 DEFAULT_FORMAT = {"bonsai2-27b": "t2_g128", "bonsai-tiny": "t2_g128", "gemma4-26b-a4b": "q4_0"}
 EMBEDDING = {"gemma4_text": "q6_k"}
+PROPOSAL_ROWS = 131072
 _FIRST = ("q_proj", "k_proj", "in_proj_qkv", "gate_proj", "up_proj", "gate_up_proj")
 _SMALL = ("in_proj_a", "in_proj_b", "gate", "shared_expert_gate", "proj")  # gates, and routers by both their names
 
@@ -188,6 +191,8 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         shapes |= {"mtp.fc.weight": (h, 2 * h), **{f"mtp.{n}.weight": (h,) for n in norms}}
         shapes |= _block_shapes(config, "mtp.layers.0.") | _attention_shapes(config, "mtp.layers.0.self_attn.")
+        if config["vocab_size"] > PROPOSAL_ROWS:
+            shapes[PROPOSAL_HEAD] = (PROPOSAL_ROWS, h)
     return shapes
 
 
@@ -291,6 +296,15 @@ class SyntheticArtifact(Artifact):
     def names(self) -> tuple[str, ...]:
         return tuple(self._shapes)
 
+    @property
+    def has_proposal(self) -> bool:
+        return PROPOSAL_HEAD in self._shapes
+
+    def proposal_ids(self) -> NDArray[np.int32] | None:
+        """Spread over the vocabulary, in an order that is not theirs, as a ranking gives."""
+        ids = np.random.default_rng(self._seed).permutation(self.config["vocab_size"])[:PROPOSAL_ROWS]
+        return ids.astype(np.int32)
+
     def info(self, name: str) -> TensorInfo:
         if name not in self._shapes:
             raise self.missing(name)
@@ -304,6 +318,8 @@ class SyntheticArtifact(Artifact):
         if part in _SMALL:
             return BF16_FORMAT
         wide = first if first.is_plain else by_name("q8_g32")
+        if name == PROPOSAL_HEAD:
+            return first if first.is_plain else by_name("q4_g64")
         if part in ("embed_tokens", "lm_head") and self.display_name not in ROTATED:
             special = EMBEDDING.get(self.config["model_type"])
             return wide if special is None or first.is_plain else by_name(special)
