@@ -5,8 +5,8 @@
 A plain step of one row and one of 1 + n rows of as many sequences, a round of 1 + n rows in one plan, and by
 themselves verification, fold, and a draft after one row and after 1 + n. Only these plans are compiled and bound, so
 that it says all in a few seconds after the weights are there. --parts: the launches of each kind in a chain of their
-own. Their sum is not the plan's time, since neighbours overlap by dependent launch. On devices without a clock, times
-are the wall's.
+own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants: the fold by each tuning
+of its kernel. On devices without a clock, times are the wall's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from attrs import evolve, frozen
 from ninfer.config import EngineConfig
 from ninfer.devices.base import Executable
 from ninfer.devices.plan import Launch, Place, Plan
+from ninfer.ir.graph import Graph
+from ninfer.ir.types import Env
+from ninfer.routes.lower import Lowering
+from ninfer.routes.profile import op_key
 from ninfer.runtime.backend import Backend, open_backend
 from ninfer.runtime.batch import Draw, Limits, SeqRows
 from ninfer.runtime.draft.chain import lower_chain
@@ -74,6 +78,9 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
     }
     graphs = {name: found for name, found in graphs.items() if found[0].nodes}
     plans = {name: lowering.lower(backend.graph(graph, env), env) for name, (graph, env, _) in graphs.items()}
+    if args.variants and "fold" in graphs:
+        for name, plan in variants(backend, lowering, *graphs["fold"][:2]).items():
+            graphs[name], plans[name] = graphs["fold"], plan
     plans[CHAINED] = lower_chain(rounds.graphs, (c, n), lowering, backend.graph, few, 1 + n)
     every = [sample, *rounds.graphs.values()]
     weights: dict[str, Any] = {}
@@ -99,9 +106,21 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
     return Bound(executables, plans, shapes, sizes, memory)
 
 
+def variants(backend: Backend, lowering: Lowering, graph: Graph, env: Env) -> dict[str, Plan]:
+    """Plans of a graph by each candidate of its first op."""
+    fused, found = backend.graph(graph, env), {}
+    node = fused.nodes[0]
+    types = tuple(v.type for v in node.args)
+    for candidate in backend.registry.candidates(node.op, types, env, backend.info):
+        profile = evolve(lowering.selector.profile, routes={op_key(node.op, types): ((1 << 30, candidate.id),)})
+        chosen = evolve(lowering, selector=evolve(lowering.selector, profile=profile))
+        found[f"fold {candidate.id}"] = chosen.lower(fused, env)
+    return found
+
+
 def step_of(bound: Bound, name: str, args: argparse.Namespace) -> list[SeqRows]:
     rows, seqs = bound.shapes[name]
-    drawn = name not in ("fold",)
+    drawn = not name.startswith("fold")
     many = rows > 1 and name in ("verification", CHAINED)
     return [
         SeqRows(
@@ -166,6 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=20, help="steps in a row, of which five series are timed")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
+    parser.add_argument("--variants", action="store_true", help="time the fold by every tuning")
     parser.add_argument("--full-draft-head", action="store_true", help="draft by the model's head")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -201,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.parts and all(hasattr(e, "time_part") for e in bound.executables.values()):
         found["parts"] = {}
         for name, executable in bound.executables.items():
-            if name != CHAINED:
+            if name != CHAINED and not name.startswith("fold "):
                 found["parts"][name] = parts(executable, bound.plans[name], bound.weight_bytes, 5)
                 show(name, found["parts"][name])
     if args.json:

@@ -3,6 +3,8 @@
     rms_norm -> linear | linear_swiglu                                    fused_linear(norm)
     rms_norm, rope, kv_append, attention, sigmoid_mul                     fused_attention
     causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
+    ring_store of what such a fused_delta_peek reads                      fused_delta_record
+    ring_load, causal_conv_silu, gated_delta, nothing reading, all layers fold_deltas: rewrite_rounds.py
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
     norm or product -> hadamard -> products                               rotated, with codes: rewrite_rotated.py
@@ -18,12 +20,14 @@ from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.elementwise import SigmoidMul
 from ninfer.ir.ops.fused import FusedAttention, FusedDelta, FusedDeltaPeek
+from ninfer.ir.ops.fused_rounds import FusedDeltaRecord
 from ninfer.ir.ops.journal import ConvPeek, DeltaPeek
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.rewrite_rotated import coded_rotations, rotations
+from ninfer.ir.rewrite_rounds import fold_at_once, record
 from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
 
 
@@ -39,6 +43,8 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
                 _attention(r, node)
             case GatedDelta():
                 _delta(r, node)
+    record(r)
+    fold_at_once(r)
     for node in list(r.nodes):
         if isinstance(node.op, Linear | LinearSwiglu):
             _normed(r, node)
@@ -153,7 +159,7 @@ def _normed(r: Rewriter, node: Node) -> None:
 def _packed(r: Rewriter, node: Node) -> None:
     """The producer of a linear_add's x gives codes, which the product takes as they are."""
     x, w, residual = node.args
-    for kind in (FusedAttention, FusedDelta, FusedDeltaPeek, FusedLinear):
+    for kind in (FusedAttention, FusedDelta, FusedDeltaPeek, FusedDeltaRecord, FusedLinear):
         maker = r.made_by(x, kind)
         if maker is None:
             continue

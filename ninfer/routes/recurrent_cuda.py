@@ -79,7 +79,7 @@ def chunk_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Map
     return {"chunk_words": CHUNK_WORDS, "moves": bool(op.mutates)}
 
 
-def _fused_refuse(op: FusedDelta, types: Types) -> str | None:
+def fused_refuse(op: FusedDelta, types: Types) -> str | None:
     if types[7].dtype is not F32:
         return _f32_state(types[7])
     if op.key_dim % 32 or op.value_dim % 32 or op.value_dim > 256:
@@ -91,11 +91,11 @@ def _fused_refuse(op: FusedDelta, types: Types) -> str | None:
     return None
 
 
-def _fused_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def fused_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
     return Geometry((op.value_heads, env.seqs, 1), 4 * op.value_dim)
 
 
-def _fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+def fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     return {"warps": op.value_dim // 8, "moves": bool(op.mutates)}
 
 
@@ -138,9 +138,9 @@ FUSED_DELTA = Route(
     op=FusedDelta,
     device="cuda",
     template="cuda/fused_delta.cu.j2",
-    geometry=_fused_geometry,
-    context=_fused_context,
-    refuse=_fused_refuse,
+    geometry=fused_geometry,
+    context=fused_context,
+    refuse=fused_refuse,
     widths=(1, 64),  # it goes token by token; wider chunks take the chunked route
     numerics="cuda",
 )
@@ -149,9 +149,9 @@ FUSED_DELTA_PEEK = Route(
     op=FusedDeltaPeek,
     device="cuda",
     template="cuda/fused_delta.cu.j2",
-    geometry=_fused_geometry,
-    context=_fused_context,
-    refuse=_fused_refuse,
+    geometry=fused_geometry,
+    context=fused_context,
+    refuse=fused_refuse,
     numerics="cuda",
 )
 

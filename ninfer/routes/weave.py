@@ -127,6 +127,7 @@ class Weaver:
         return (
             geometry.block == 32 * self.warps and geometry.shared == 0 and geometry.grid[2] == 1
             and "PDL_WAIT" in launch.source.text and len(launch.args) == len(launch.types)
+            and "__grid_constant__" not in launch.source.text  # its parameter is no pointer
         )  # fmt: skip
 
     def _takes_product(self, launch: Launch, env: Env) -> bool:

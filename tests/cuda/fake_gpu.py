@@ -6,6 +6,7 @@ A captured graph is the list of operations that were enqueued; freed and foreign
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
@@ -187,5 +188,7 @@ class FakePrograms:
         for s in sources:
             self.gpu.addresses[s.entry] = found[f"{s.entry}_sim"]
             text = s.text[s.text.index(f" {s.entry}(") :]
-            self.gpu.counts[s.entry] = text[: text.index(")")].count(",") + 1
+            text = text[: text.index(")")]
+            words = [int(n) - 1 for n in re.findall(r"Words<(\d+)>", text)]  # a struct of pointers is one parameter
+            self.gpu.counts[s.entry] = text.count(",") + 1 + sum(words)
         return {s.entry: s.entry.encode() for s in sources}

@@ -19,7 +19,8 @@ from ninfer.ir.rewrites import fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, Types
 from ninfer.models import identify
 from ninfer.models.family import Rounds
-from ninfer.runtime.batch import SeqRows
+from ninfer.runtime.batch import Draw, SeqRows
+from ninfer.runtime.request import Sampling
 from ninfer.runtime.steps import fill_step, step_arrays
 from ninfer.runtime.weights import bind_weights
 
@@ -98,13 +99,48 @@ def test_the_given_graph_is_left_alone() -> None:
     assert graph.nodes == before
 
 
-def test_a_round_that_only_looks_stays_one() -> None:
+def round_graph(mode: str) -> tuple[Graph, dict[str, Array]]:
     artifact = SyntheticArtifact("qwen3.5-tiny")
     family, spec = identify(artifact.config)
     rounds = Rounds(hidden_rows=0, journal_rows=8)
-    graph = family.build(spec, artifact.info, kv=kv_by_name("f32"), mode="verify", rounds=rounds)
+    graph = family.build(spec, artifact.info, kv=kv_by_name("f32"), mode=mode, rounds=rounds)
+    return graph, bind_weights(graph, artifact)
+
+
+def test_a_round_that_only_looks_stays_one_and_keeps_its_inputs_itself() -> None:
+    graph, _ = round_graph("verify")
     keys = Counter(n.op.key for n in fuse(graph, lambda op, types: True).nodes)
-    assert keys["fused_delta_peek"] == 3 and keys["fused_delta"] == keys["delta_peek"] == 0
+    assert keys["fused_delta_record"] == 3 and keys["fused_delta"] == keys["delta_peek"] == keys["ring_store"] == 0
+    keys = Counter(n.op.key for n in fuse(graph, lambda op, types: op.key != "fused_delta_record").nodes)
+    assert keys["fused_delta_peek"] == 3 and keys["ring_store"] == 9
+
+
+@pytest.mark.parametrize("mode", ["verify", "fold"])
+def test_a_rounds_states_are_those_of_its_parts(mode: str) -> None:
+    """Bit for bit: references of fused ops are compositions."""
+    graph, weights = round_graph(mode)
+    fused = fuse(graph, no_codes)
+    assert mode == "verify" or [n.op.key for n in fused.nodes] == ["fold_deltas"]
+    env, dice = Env(rows=4, logit_rows=4, seqs=2, slots=2, pages=2, max_pages=1), np.random.default_rng(1)
+    start = {
+        n: dice.standard_normal(v.type.concrete(env)).astype(v.type.dtype.numpy)
+        for n, v in graph.states.items() if n.startswith(("conv.", "delta.", "journal."))
+    }  # fmt: skip
+    start |= {n: np.zeros(v.type.concrete(env), v.type.dtype.numpy) for n, v in graph.states.items() if n not in start}
+    start["page_table"][:, 0] = [1, 0]
+    step, header = step_arrays(env)
+    draw = Draw(sampling=Sampling(temperature=0), seed=1)
+    fill_step(
+        [SeqRows(slot=s, kv_len=7, tokens=(1, 2), generated=True, draw=draw, num_draws=2) for s in (1, 0)], step, header
+    )
+    results = []
+    for g in (graph, fused):
+        states = {n: a.copy() for n, a in start.items()}
+        interpret(g, step=step, weights=weights, states=states)
+        results.append({n: a for n, a in states.items() if n.startswith(("conv.0", "delta.0", "journal.0"))})
+    for name, want in results[0].items():
+        np.testing.assert_array_equal(results[1][name], want)
+        assert (want == start[name]).all() == (name.startswith("journal") == (mode == "fold")), name
 
 
 def test_rotations_take_no_launch_of_their_own_but_codes_with_them() -> None:

@@ -315,10 +315,15 @@ static inline void run_block(int num_threads, int order) {
 
 static void* const* kernel_args;
 template <class F> struct Kernel;
+// Parameters are pointers; the last may be a struct of the pointers that remain.
+template <class T> static inline T kernel_arg(size_t i) {
+    if constexpr (std::is_pointer_v<T>) return (T)kernel_args[i];
+    else return *(const T*)(kernel_args + i);
+}
 template <class... A> struct Kernel<void (*)(A...)> {
-    static constexpr int num_args = sizeof...(A);
+    static constexpr int num_args = (0 + ... + (int)(sizeof(A) / sizeof(void*)));
     static inline void (*function)(A...);
-    template <size_t... I> static void call(std::index_sequence<I...>) { function((A)kernel_args[I]...); }
+    template <size_t... I> static void call(std::index_sequence<I...>) { function(kernel_arg<A>(I)...); }
     static void run() { call(std::index_sequence_for<A...>{}); }
 };
 
