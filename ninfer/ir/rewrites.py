@@ -3,8 +3,7 @@
     rms_norm -> linear | linear_swiglu                                    fused_linear(norm)
     rms_norm, rope, kv_append, attention, sigmoid_mul                     fused_attention
     causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
-    ring_store of what such a fused_delta_peek reads                      fused_delta_record
-    ring_load, causal_conv_silu, gated_delta, nothing reading, all layers fold_deltas: rewrite_rounds.py
+    what rounds of drafts have besides                                    rewrite_rounds.py
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
     norm or product -> hadamard -> products                               rotated, with codes: rewrite_rotated.py
@@ -27,7 +26,7 @@ from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.rewrite_rotated import coded_rotations, rotations
-from ninfer.ir.rewrite_rounds import fold_at_once, record
+from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
 from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
 
 
@@ -45,6 +44,7 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
                 _delta(r, node)
     record(r)
     fold_at_once(r)
+    drafter(r, codes=codes)
     for node in list(r.nodes):
         if isinstance(node.op, Linear | LinearSwiglu):
             _normed(r, node)

@@ -8,6 +8,7 @@ from typing import Any
 from ninfer.routes import (
     attention_cuda,
     block_cuda,
+    draft_cuda,
     elementwise_cuda,
     embed_cuda,
     experts_cuda,
@@ -40,6 +41,7 @@ def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any],
         *folds_cuda.ROUTES,
         *sample_cuda.ROUTES,
         *journal_cuda.ROUTES,
+        *draft_cuda.ROUTES,
         *rounds_cuda.ROUTES,
         *block_cuda.ROUTES,
     )

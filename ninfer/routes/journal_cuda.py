@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from ninfer.ir.ops.fused_draft import ArgmaxPicked
 from ninfer.ir.ops.journal import NEVER, Argmax, Concat, ConvPeek, DeltaPeek, PickColumns, RingLoad, RingStore
 from ninfer.ir.types import Env, Types
 from ninfer.routes import recurrent_cuda
@@ -54,19 +55,19 @@ def _pick(op: PickColumns, types: Types, env: Env, tuning: Tuning) -> Mapping[st
     }
 
 
-def _argmax_blocks(op: Argmax) -> int:
+def _argmax_blocks(op: Argmax | ArgmaxPicked) -> int:
     return ceil(op.domain / SLICE)
 
 
-def _argmax_geometry(op: Argmax, types: Types, env: Env, tuning: Tuning) -> Geometry:
+def argmax_geometry(op: Argmax | ArgmaxPicked, types: Types, env: Env, tuning: Tuning) -> Geometry:
     return Geometry((_argmax_blocks(op), types[0].concrete(env)[0], 1), 256)
 
 
-def _argmax(op: Argmax, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"blocks": _argmax_blocks(op)}
+def argmax_context(op: Argmax | ArgmaxPicked, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"blocks": _argmax_blocks(op), "picked": isinstance(op, ArgmaxPicked), "never": NEVER}
 
 
-def _argmax_workspace(op: Argmax, types: Types, env: Env, tuning: Tuning) -> int:
+def argmax_workspace(op: Argmax | ArgmaxPicked, types: Types, env: Env, tuning: Tuning) -> int:
     return 8 * _argmax_blocks(op) * types[0].concrete(env)[0]
 
 
@@ -121,9 +122,9 @@ ARGMAX = Route(
     op=Argmax,
     device="cuda",
     template="cuda/argmax.cu.j2",
-    geometry=_argmax_geometry,
-    context=_argmax,
-    workspace=_argmax_workspace,
+    geometry=argmax_geometry,
+    context=argmax_context,
+    workspace=argmax_workspace,
     numerics="exact",
 )
 PICK_COLUMNS = Route(

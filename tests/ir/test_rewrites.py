@@ -6,9 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from attrs import evolve
 
+from ninfer.artifacts.artifact import PROPOSAL_HEAD, TensorInfo
 from ninfer.artifacts.synthetic import SyntheticArtifact
 from ninfer.formats.kv import by_name as kv_by_name
+from ninfer.formats.quant import Packed, by_name
+from ninfer.formats.tile import make_tile
 from ninfer.ir.graph import Graph
 from ninfer.ir.interp import interpret
 from ninfer.ir.op import Op
@@ -18,7 +22,8 @@ from ninfer.ir.rewriter import Accepts
 from ninfer.ir.rewrites import fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, Types
 from ninfer.models import identify
-from ninfer.models.family import Rounds
+from ninfer.models.family import HIDDEN_RING, Rounds
+from ninfer.models.proposal import parse_proposal
 from ninfer.runtime.batch import Draw, SeqRows
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.steps import fill_step, step_arrays
@@ -102,29 +107,48 @@ def test_the_given_graph_is_left_alone() -> None:
 def round_graph(mode: str) -> tuple[Graph, dict[str, Array]]:
     artifact = SyntheticArtifact("qwen3.5-tiny")
     family, spec = identify(artifact.config)
-    rounds = Rounds(hidden_rows=0, journal_rows=8)
-    graph = family.build(spec, artifact.info, kv=kv_by_name("f32"), mode=mode, rounds=rounds)
-    return graph, bind_weights(graph, artifact)
+    spec = evolve(spec, proposal=parse_proposal([*range(7, 4000, 3)], spec.vocab_size))
+    rounds = Rounds(hidden_rows=8, journal_rows=8)
+    info = artifact.info
+
+    def told(name: str) -> TensorInfo:
+        return TensorInfo((1331, 512), by_name("q4_g64")) if name == PROPOSAL_HEAD else info(name)
+
+    graph = family.build(spec, told, kv=kv_by_name("f32"), mode=mode, rounds=rounds)
+    whole = Graph()
+    whole.weights = {v: w for v, w in graph.weights.items() if v.name != PROPOSAL_HEAD}
+    head = Packed(by_name("q4_g64"), make_tile(by_name("q4_g64"), 1331, 512).raw, (1331, 512))
+    return graph, bind_weights(whole, artifact) | {PROPOSAL_HEAD: head}
 
 
 def test_a_round_that_only_looks_stays_one_and_keeps_its_inputs_itself() -> None:
     graph, _ = round_graph("verify")
     keys = Counter(n.op.key for n in fuse(graph, lambda op, types: True).nodes)
     assert keys["fused_delta_record"] == 3 and keys["fused_delta"] == keys["delta_peek"] == keys["ring_store"] == 0
+    assert keys["keep_normed"] == 1 and keys["rms_norm"] == 0
     keys = Counter(n.op.key for n in fuse(graph, lambda op, types: op.key != "fused_delta_record").nodes)
     assert keys["fused_delta_peek"] == 3 and keys["ring_store"] == 9
 
 
-@pytest.mark.parametrize("mode", ["verify", "fold"])
+def test_a_draft_is_eleven_launches() -> None:
+    graph, _ = round_graph("draft")
+    kinds = [n.op.key for n in fuse(graph, lambda op, types: True).nodes]
+    ends = ["embed", "draft_input"], ["keep_normed", "fused_linear", "argmax_picked"]
+    assert len(kinds) == 11 and (kinds[:2], kinds[-3:]) == ends
+    plain = [n.op.key for n in fuse(graph, lambda op, types: True, codes=False).nodes]
+    assert plain.count("draft_input") == plain.count("keep_normed") == 1
+
+
+@pytest.mark.parametrize("mode", ["verify", "fold", "draft"])
 def test_a_rounds_states_are_those_of_its_parts(mode: str) -> None:
-    """Bit for bit: references of fused ops are compositions."""
+    """Those of the first layer bit for bit, since references of fused ops are compositions."""
     graph, weights = round_graph(mode)
     fused = fuse(graph, no_codes)
-    assert mode == "verify" or [n.op.key for n in fused.nodes] == ["fold_deltas"]
+    assert mode != "fold" or [n.op.key for n in fused.nodes] == ["fold_deltas"]
     env, dice = Env(rows=4, logit_rows=4, seqs=2, slots=2, pages=2, max_pages=1), np.random.default_rng(1)
     start = {
         n: dice.standard_normal(v.type.concrete(env)).astype(v.type.dtype.numpy)
-        for n, v in graph.states.items() if n.startswith(("conv.", "delta.", "journal."))
+        for n, v in graph.states.items() if n.startswith(("conv.", "delta.", "journal.", HIDDEN_RING))
     }  # fmt: skip
     start |= {n: np.zeros(v.type.concrete(env), v.type.dtype.numpy) for n, v in graph.states.items() if n not in start}
     start["page_table"][:, 0] = [1, 0]
@@ -136,11 +160,18 @@ def test_a_rounds_states_are_those_of_its_parts(mode: str) -> None:
     results = []
     for g in (graph, fused):
         states = {n: a.copy() for n, a in start.items()}
-        interpret(g, step=step, weights=weights, states=states)
-        results.append({n: a for n, a in states.items() if n.startswith(("conv.0", "delta.0", "journal.0"))})
-    for name, want in results[0].items():
-        np.testing.assert_array_equal(results[1][name], want)
-        assert (want == start[name]).all() == (name.startswith("journal") == (mode == "fold")), name
+        outputs = interpret(g, step=step, weights=weights, states=states)
+        results.append((states, outputs))
+    (states, outputs), (fused_states, fused_outputs) = results
+    for name, array in outputs.items():
+        if array.dtype == np.int32:
+            np.testing.assert_array_equal(array, fused_outputs[name])
+    if mode != "fold":
+        np.testing.assert_allclose(states[HIDDEN_RING], fused_states[HIDDEN_RING], rtol=1e-4, atol=1e-5)
+        assert (states[HIDDEN_RING] != start[HIDDEN_RING]).any()
+    for name in ("conv.0", "delta.0", "journal.0.qkv", "journal.0.a", "journal.0.b") if mode != "draft" else ():
+        np.testing.assert_array_equal(fused_states[name], states[name])
+        assert (states[name] == start[name]).all() == (name.startswith("journal") == (mode == "fold")), name
 
 
 def test_rotations_take_no_launch_of_their_own_but_codes_with_them() -> None:

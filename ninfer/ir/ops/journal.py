@@ -192,11 +192,11 @@ class PickColumns(Op):
             yield Case(cls(), f"l{n_rows}", types, (x, index), Env(n_rows, n_rows, 1), rtol=0, atol=0)
 
 
-def _ring_case() -> Case:
+def _ring_case(width: int = 24) -> Case:
     """A ring of 6 places; sequences of 1, 5 and 3 rows, one of which crosses the ring's end."""
-    ring = cw.rng(3).standard_normal((4, 6, 24)).astype(np.float32)
+    ring = cw.rng(3).standard_normal((4, 6, width)).astype(np.float32)
     typed = (
-        (TensorType((S, 6, 24), F32), ring),
+        (TensorType((S, 6, width), F32), ring),
         cw.ints(T, [0, 1, 1, 1, 1, 1, 2, 2, 2]),
         cw.ints(B, [0, 1, 6]),
         cw.ints(B, [2, 0, 3]),
