@@ -6,6 +6,7 @@
     what rounds of drafts have besides                                    rewrite_rounds.py
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
+    experts, from the router's scores to the sum                          fused_experts: rewrite_experts.py
     norm or product -> hadamard -> products                               rotated, with codes: rewrite_rotated.py
 
 A decode step of a layer is so five launches: projections in, mixer, projection out, gate and up, down.
@@ -19,12 +20,14 @@ from ninfer.ir.graph import Graph, Kind, Node, Value
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.elementwise import SigmoidMul
 from ninfer.ir.ops.fused import FusedAttention, FusedDelta, FusedDeltaPeek
+from ninfer.ir.ops.fused_experts import FusedExperts
 from ninfer.ir.ops.fused_rounds import FusedDeltaRecord
 from ninfer.ir.ops.journal import ConvPeek, DeltaPeek
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.rewrite_experts import experts
 from ninfer.ir.rewrite_rotated import coded_rotations, rotations
 from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
 from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
@@ -36,6 +39,8 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
     codes: int8 codes may pass between ops, where routes quantise activations anyway.
     """
     r = Rewriter(graph, accepts)
+    if codes:
+        experts(r)
     for node in graph.nodes:
         match node.op:
             case Attention():
@@ -180,6 +185,8 @@ def _weighed(r: Rewriter, node: Node) -> None:
     """The sum that a norm reads comes with codes of its weighed values, and the product normalises its results."""
     assert isinstance(node.op, FusedLinear)
     x, weight, *matrices = node.args
+    if any(isinstance(n.op, FusedExperts) and n.args[1] in node.outs for n in r.nodes):
+        return  # the router's scores choose: they are of activations as exact as can be
     maker = next((n for n in r.nodes if n.outs == (x,) and isinstance(n.op, LinearAdd | FusedLinear)), None)
     n = x.type.shape[1]
     if maker is None or not isinstance(n, int) or n % GROUP:

@@ -10,7 +10,7 @@ from ninfer.formats.quant import align_up
 from ninfer.ir.op import snake
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.types import Env, TensorType, Types
-from ninfer.routes.cuda_layout import TILE_ROWS, Tiling, layout_of
+from ninfer.routes.cuda_layout import SLICE, TILE_ROWS, Tiling, layout_of
 from ninfer.routes.route import Geometry, Route, Stage, Tuning
 
 Mixture: TypeAlias = ExpertGlu | ExpertSum
@@ -38,6 +38,11 @@ class Body:
     def factor(self) -> float:
         return 1.0 if self.tiling is None else self.tiling.factor
 
+    @property
+    def sums(self) -> int:
+        """Columns whose activations are summed, for int8 products of formats with minima; 0: none are."""
+        return min(self.tiling.group, SLICE) if self.tiling is not None and self.tiling.m_kind else 0
+
 
 @frozen
 class Places:
@@ -54,7 +59,7 @@ def _stacks(types: Types) -> list[TensorType]:
     return [t for t in types if t.fmt is not None]
 
 
-def _body(w: TensorType) -> Body:
+def stack_body(w: TensorType) -> Body:
     k, fmt = w.shape[1], w.fmt
     assert isinstance(k, int) and fmt is not None
     layout = layout_of(fmt)
@@ -105,7 +110,7 @@ def _context(op: Mixture, types: Types, env: Env, tuning: Tuning) -> dict[str, A
         + "f32* y"
     )
     return {
-        "bodies": tuple(map(_body, stacks)),
+        "bodies": tuple(map(stack_body, stacks)),
         "K": stacks[0].shape[1], "num": num, "threads": align_up(num, 32), "glu": glu, "residual": residual,
         "parameters": weights, "all_parameters": everything, "act": ACT[op.act] if isinstance(op, ExpertGlu) else "",
         "period_tiles": _outputs(op) * (3 - len(stacks)) // TILE_ROWS if glu else 0,

@@ -16,6 +16,7 @@ from ninfer.formats.tile import make_tile
 from ninfer.ir.graph import Graph
 from ninfer.ir.interp import interpret
 from ninfer.ir.op import Op
+from ninfer.ir.ops.fused_experts import FusedExperts
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.rotated import Rotated
 from ninfer.ir.rewriter import Accepts
@@ -70,6 +71,17 @@ def test_a_fused_graph_gives_the_same_logits(name: str, accepts: Accepts, most: 
     fused = fuse(graph, accepts)
     for want, got in zip(*(run(g, weights, [5, 1, 1]) for g in (graph, fused)), strict=True):
         assert np.linalg.norm(got - want) < most * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("name", "beside"), [("qwen3.5-moe-tiny", "joined"), ("gemma4-tiny", "own")])
+def test_experts_are_one_op_with_what_is_beside_them(name: str, beside: str) -> None:
+    graph, weights = build(name)
+    fused = fuse(graph, no_codes)
+    ops = [n.op for n in fused.nodes if isinstance(n.op, FusedExperts)]
+    layers = {n.layer for n in graph.nodes if n.layer is not None and n.op.key == "expert_sum"}
+    assert len(ops) == len(layers) and all(op.beside == beside for op in ops)
+    for want, got in zip(*(run(g, weights, [5, 1, 1]) for g in (graph, fused)), strict=True):
+        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
 def test_a_layer_is_five_launches() -> None:
