@@ -1,0 +1,197 @@
+"""Attention of one row over long caches, all formats and tunings: microseconds a layer, and whether it is right.
+
+    python experiments/attention_cuda.py --tokens 131072 --kv-dtype bf16 rk8v4 rk4v4
+
+The shapes are the 27B model's, a chain of 16 layers with caches of their own in one CUDA graph. Every kernel is
+compared with the reference on the first 2,000 tokens, and kernels of one format with each other at full length: exit
+code 1 where one is off by more than its route's tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from experiments.chain_cuda import Gpu, Kernel
+from ninfer.formats.dtypes import I32, U8
+from ninfer.formats.kv import PAGE, KVFormat, by_name
+from ninfer.ir.ops.attention import page_views
+from ninfer.ir.ops.fused import FusedAttention
+from ninfer.ir.step import HEADER
+from ninfer.ir.types import Arrays, B, Env, M, P, S, T, TensorType, Types
+from ninfer.routes import attention_cuda
+from ninfer.routes.route import Candidate, Route
+
+HEADS, KV_HEADS, D, ROTARY = 24, 4, 256, 32
+LAYERS = 16
+DRAWN_PAGES = 32  # drawn and coded; longer caches repeat them
+SCORE_SIZE = 3.0  # of queries: some keys weigh much more than others
+
+
+@frozen
+class Variant:
+    route: Route[Any]
+    kernel: Kernel
+    name: str
+
+
+def operands(fmt: KVFormat) -> tuple[FusedAttention, Types]:
+    op = FusedAttention(fmt, HEADS, KV_HEADS, D, D**-0.5, None, 1.0, True, 1e-6, 1.0, True, 0)
+    row, kv, ints = TensorType((T, HEADS * D)), TensorType((T, KV_HEADS * D)), TensorType((B,), I32)
+    cache = TensorType((P, fmt.page_bytes(KV_HEADS, D)), U8)
+    of_rows, norm = TensorType((T,), I32), TensorType((D,))
+    paging = (TensorType((S, M), I32), of_rows, ints, ints, ints)
+    types: Types = (row, kv, kv, cache, *paging, of_rows, TensorType((ROTARY,)), norm, norm, row)
+    return op, (*types, *op.infer(types))
+
+
+def variants(gpu: Gpu, fmt: KVFormat, pages: int, limit: int) -> list[Variant]:
+    op, types = operands(fmt)
+    env = Env(rows=1, logit_rows=1, seqs=1, slots=1, pages=pages, max_pages=pages)
+    out = []
+    for route in attention_cuda.ROUTES:
+        if route.op is not FusedAttention or route.refuse(op, types):
+            continue
+        for tuning in route.tunings[:limit]:
+            g = route.geometry(op, types, env, tuning)
+            if g.shared > gpu.shared_limit:
+                continue
+            candidate = Candidate(route, tuning)
+            source = gpu.renderer.render(candidate, op, types, env)
+            scratch = route.workspace(op, types, env, tuning)
+            out.append(Variant(route, Kernel(source, g.grid, g.block, g.shared, scratch), candidate.id))
+    return out
+
+
+class Caches:
+    """Device memory of one format: a cache per layer, and a step's operands."""
+
+    def __init__(self, gpu: Gpu, fmt: KVFormat, pages: int) -> None:
+        self.gpu, self.fmt, self.pages = gpu, fmt, pages
+        cp, rng = gpu.cp, np.random.default_rng(5)
+        drawn = np.zeros((DRAWN_PAGES, fmt.page_bytes(KV_HEADS, D)), np.uint8)
+        for rows in page_views(drawn, fmt, KV_HEADS, D):
+            rows.store(..., rng.standard_normal((DRAWN_PAGES, KV_HEADS, PAGE, D)).astype(np.float32))
+        self.drawn = drawn
+        one = cp.tile(cp.asarray(drawn), (-(-pages // DRAWN_PAGES), 1))[:pages]
+        self.caches = [one.copy() for _ in range(LAYERS)]
+
+        def normal(n: int, size: float = 1.0) -> NDArray[np.float32]:
+            return (size * rng.standard_normal((1, n))).astype(np.float32)
+
+        self.rows = [normal(HEADS * D), normal(KV_HEADS * D), normal(KV_HEADS * D)]
+        freqs = (1e7 ** -(np.arange(ROTARY) / ROTARY)).astype(np.float32)
+        norms = [np.full(D, SCORE_SIZE - 1, np.float32), np.zeros(D, np.float32)]  # 1 is added
+        self.after = [freqs, *norms, normal(HEADS * D)]
+        table = np.arange(pages, dtype=np.int32)[None]
+        self.paging = [table, *(np.zeros(1, np.int32) for _ in range(4)), np.zeros(1, np.int32)]
+        self.on_device = [cp.asarray(a) for a in (*self.rows, *self.paging, *self.after)]
+        self.header = np.zeros((), HEADER.numpy)
+        self.header["rows"] = self.header["seqs"] = self.header["logit_rows"] = 1
+        self.head = cp.asarray(self.header.reshape(1).view(np.uint8))
+        self.y = cp.zeros((1, HEADS * D), cp.float32)
+        self.scratch = cp.zeros(1 << 24, cp.uint8)
+        self.stream = cp.cuda.Stream(non_blocking=True)
+
+    def length(self, past: int) -> None:
+        self.paging[4][:] = self.paging[5][:] = past
+        for i in (4, 5):
+            self.on_device[3 + i].set(self.paging[i])
+        self.gpu.cp.cuda.runtime.deviceSynchronize()
+
+    def enqueue(self, v: Variant, layers: int) -> None:
+        q, k, w, *rest = (a.data.ptr for a in self.on_device)
+        assert v.kernel.scratch <= self.scratch.nbytes
+        for i in range(layers):
+            args = [self.head.data.ptr, q, k, w, self.caches[i].data.ptr, *rest, self.y.data.ptr, self.scratch.data.ptr]
+            self.gpu.run(v.kernel, args, self.stream.ptr, i > 0)
+
+    def output(self, v: Variant, past: int) -> NDArray[np.float32]:
+        self.length(past)
+        self.y.fill(np.nan)
+        self.gpu.cp.cuda.runtime.deviceSynchronize()
+        self.enqueue(v, 1)
+        self.stream.synchronize()
+        out: NDArray[np.float32] = self.y.get()
+        return out
+
+    def expected(self, past: int) -> NDArray[np.float32]:
+        self.length(past)
+        op, _ = operands(self.fmt)
+        args: Arrays = (*self.rows, self.drawn.copy(), *self.paging, *self.after)
+        (y,) = op.reference(args)
+        return np.asarray(y)
+
+    def time_us(self, v: Variant, seconds: float) -> float:
+        """Of a layer: the median of many steps."""
+        cp, s = self.gpu.cp, self.stream
+        self.length(self.pages * PAGE - 1)
+        s.begin_capture()
+        try:
+            self.enqueue(v, LAYERS)
+        finally:
+            graph = s.end_capture()
+        graph.upload(s)
+        took: list[float] = []
+        until = time.monotonic() + seconds
+        while len(took) < 5 or time.monotonic() < until:
+            a, b = cp.cuda.Event(), cp.cuda.Event()
+            a.record(s)
+            graph.launch(s)
+            b.record(s)
+            b.synchronize()
+            took.append(1e3 * cp.cuda.get_elapsed_time(a, b))
+        return float(np.median(took)) / LAYERS
+
+
+def relative(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    return float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--kv-dtype", nargs="+", default=["bf16", "rk8v4", "rk4v4"])
+    parser.add_argument("--seconds", type=float, default=0.2, help="of timing a variant")
+    parser.add_argument("--tunings", type=int, default=99, help="of a route, at most")
+    parser.add_argument("--workers", type=int, default=16, help="that compile")
+    args = parser.parse_args()
+    gpu = Gpu(args.workers)
+    pages = args.tokens // PAGE
+    formats = {name: variants(gpu, by_name(name), pages, args.tunings) for name in args.kv_dtype}
+    gpu.load(v.kernel for vs in formats.values() for v in vs)
+    wrong = 0
+    print(f"{gpu.name}: {args.tokens} tokens, {HEADS} heads, {KV_HEADS} KV heads of {D}, {LAYERS} layers in a graph")
+    print(f"{'format':10}{'route':60}{'us':>8}{'TB/s':>7}  error, and of all tokens against the first")
+    for name, vs in formats.items():
+        caches = Caches(gpu, by_name(name), pages)
+        want, first = caches.expected(1990), None
+        nbytes = args.tokens * by_name(name).bytes_per_token(KV_HEADS, D)
+        for v in vs:
+            error = relative(caches.output(v, 1990), want)
+            whole = caches.output(v, pages * PAGE - 1)
+            first = whole if first is None else first
+            apart, us = relative(whole, first), caches.time_us(v, args.seconds)
+            allowed = v.route.rtol or 1e-4
+            bad = not (error <= allowed and apart <= allowed)
+            wrong += bad
+            print(
+                f"{name:10}{v.name:60}{us:8.1f}{nbytes / us / 1e6:7.2f}  {error:.1e} {apart:.1e}{'  WRONG' * bad}",
+                flush=True,
+            )
+        del caches
+        gpu.cp.get_default_memory_pool().free_all_blocks()
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
