@@ -212,7 +212,7 @@ def ring_columns(heads: int, kv_heads: int, env: Env, tuning: Tuning) -> int:
 
 def ring_shared(fmt: KVFormat, columns: int, head_dim: int, tuning: Tuning) -> int:
     w = tuning["warps"]
-    ring = tuning["stages"] * 16 * fmt.bytes_per_token(1, head_dim)
+    ring = tuning["stages"] * ceil(16 * fmt.bytes_per_token(1, head_dim) / 128) * 128
     queries = columns * (2 * (head_dim + 16) + 4 + head_dim // 16)
     return w * max(ring, 4 * 8 * (head_dim + 8)) + queries + 4 * (16 * w + w * head_dim)
 
