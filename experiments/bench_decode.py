@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve
+from attrs import define, evolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,11 +29,12 @@ from ninfer.artifacts import open_artifact
 from ninfer.artifacts.artifact import Artifact
 from ninfer.artifacts.synthetic import PREFIX, SyntheticArtifact
 from ninfer.devices.cuda import CudaDevice, CudaExecutable, Weight
-from ninfer.devices.plan import Launch, Place
+from ninfer.devices.plan import Launch, Place, Plan
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.graph import Graph
 from ninfer.ir.op import Op
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
+from ninfer.ir.ops.fused_experts import FusedExperts
 from ninfer.ir.rewrites import fuse
 from ninfer.ir.types import Env, Types
 from ninfer.models import identify
@@ -42,7 +43,7 @@ from ninfer.routes.digest import fresh
 from ninfer.routes.lower import Lowering
 from ninfer.routes.profile import load_profile
 from ninfer.routes.render import Renderer
-from ninfer.routes.route import RouteRegistry
+from ninfer.routes.route import Candidate, RouteRegistry
 from ninfer.routes.select import Selector
 from ninfer.routes.weave import weaver_for
 from ninfer.runtime.backend import synthetic_weights
@@ -82,12 +83,15 @@ def bytes_per_step(
     return {"weights": matrices, "kv": rows * context * kv, "state": 2 * state * rows // env.slots}
 
 
-def bind(device: CudaDevice, lowering: Lowering, graph: Graph, weights: dict[str, Weight], env: Env) -> CudaExecutable:
+def bind(
+    device: CudaDevice, lowering: Lowering, graph: Graph, weights: dict[str, Weight], env: Env, least: int = 0
+) -> CudaExecutable:
+    """least: bytes of the arena that other plans need."""
     plan = lowering.lower(graph, env)
     start = time.perf_counter()
     entries = device.compile([plan])
     compiled = time.perf_counter()
-    memory = device.memory(weights, {n: v.type for n, v in graph.states.items()}, env, plan.arena_bytes)
+    memory = device.memory(weights, {n: v.type for n, v in graph.states.items()}, env, max(least, plan.arena_bytes))
     loaded = time.perf_counter()
     runtime = device.cupy.cuda.runtime
     for name, array in memory.states.items():  # small bf16 numbers: a cache of zeros would draw less power
@@ -138,7 +142,7 @@ def parts(device: CudaDevice, executable: CudaExecutable) -> list[dict[str, Any]
     kinds: dict[tuple[str, str, tuple[str, ...]], list[Launch]] = {}
     for launch in plan.launches:
         weights = tuple(str(t) for t in launch.types if t.fmt is not None)
-        kinds.setdefault((launch.op.key, launch.route, weights), []).append(launch)
+        kinds.setdefault((launch.op.key, f"{launch.route} {stage_of(launch)}", weights), []).append(launch)
     whole = executable.time_part(lambda _: True, 20)
     for (key, route, weights), launches in kinds.items():
         chosen = {id(x) for x in launches}
@@ -159,14 +163,70 @@ def parts(device: CudaDevice, executable: CudaExecutable) -> list[dict[str, Any]
     return sorted(rows, key=lambda r: -(r["us"] or r["saved_us"]))
 
 
+def stage_of(launch: Launch) -> str:
+    """The template that a launch was rendered from: what tells the stages of a route apart."""
+    return "" if launch.source is None else launch.source.entry.removeprefix("ni_").rpartition("_")[0]
+
+
 def weight_bytes(device: CudaDevice, executable: CudaExecutable, launch: Launch) -> int:
     """Bytes of matrices that a launch reads, of a stack of experts those that its rows pick at most."""
     nbytes = sum(device.weight_bytes(executable.memory.weights[r.name]) for r in launch.args if r.place is Place.WEIGHT)
+    if isinstance(launch.op, FusedExperts):
+        stacks = [r for r, t in zip(launch.args, launch.types, strict=False) if t.fmt is not None]
+        down = launch.op.num_stacks
+        second = stage_of(launch) == "expert_second"
+        sizes = [device.weight_bytes(executable.memory.weights[r.name]) for r in stacks]
+        picked = sum(sizes[down : down + 1] if second else sizes[:down])
+        num = launch.types[2].shape[0]
+        assert isinstance(num, int)
+        picked = picked * min(num, executable.env.rows * launch.op.pick.top_k) // num
+        return picked + (sum(sizes[down + 1 :]) if second else 0)
     if not isinstance(launch.op, ExpertGlu | ExpertSum):
         return nbytes
     num = launch.types[2 if isinstance(launch.op, ExpertGlu) else 3].shape[0]
     assert isinstance(num, int)
     return nbytes * min(num, executable.env.rows * launch.op.top_k) // num
+
+
+@define
+class Forced(Selector):
+    """Takes one candidate wherever an op has it."""
+
+    wanted: str = ""
+
+    def choose(self, op: Op, types: Types, env: Env) -> Candidate | None:
+        found = self.registry.candidates(op, types, env, self.info)
+        return next((c for c in found if c.id == self.wanted), None) or super().choose(op, types, env)
+
+
+def compare(device: CudaDevice, executable: CudaExecutable, plans: dict[str, Plan], graph: Graph) -> None:
+    """The whole step's time by each plan, and the token that it draws from empty states, with its logprob."""
+    memory, consts = executable.memory, {v.name: a for v, a in graph.consts.items()}
+    for name, plan in plans.items():
+        other = device.bind(plan, memory, consts, device.compile([plan]))
+        for state, array in memory.states.items():
+            if state.startswith(("delta.", "conv.")):
+                device.cupy.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, device.stream.ptr)
+        draw = Draw(sampling=Sampling(temperature=0.0), seed=1, logprobs=2)
+        seqs = [SeqRows(slot=s, kv_len=64, tokens=(7,), generated=True, draw=draw) for s in range(plan.env.rows)]
+        fill_step(seqs, other.step, other.header)
+        drawn = read_drawn(seqs, other.launch())[0]
+        other.time(3)
+        times = sorted(other.time(20) for _ in range(5))
+        print(f"    {times[2] * 1e3:.4f} ms  {name}  {drawn}", flush=True)
+        other.free()
+
+
+def plans_with(key: str, graph: Graph, plain: Graph, selector: Selector, env: Env) -> dict[str, Plan]:
+    """Plans with each candidate of an op, and one of the graph that is not fused."""
+    renderer = Renderer(selector.info)
+    plans = {"not fused": Lowering(selector, renderer).lower(plain, env)}
+    for node in graph.nodes:
+        if node.op.key == key:
+            for c in selector.registry.candidates(node.op, tuple(a.type for a in node.args), env, selector.info):
+                forced = Forced(selector.registry, selector.info, selector.profile, wanted=c.id)
+                plans[c.id] = plans.get(c.id) or Lowering(forced, renderer).lower(graph, env)
+    return plans
 
 
 def stages(device: CudaDevice, executable: CudaExecutable) -> None:
@@ -196,6 +256,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="bf16")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each point")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
+    parser.add_argument("--compare", metavar="OP", help="time the step with each candidate of an op")
     parser.add_argument("--plain", action="store_true", help="without the fusions of a decode plan")
     parser.add_argument("--woven", type=json.loads, help='woven kernels, with fields of the Weaver: e.g. {"flying": 3}')
     parser.add_argument("--stages", action="store_true", help="when the stages of woven kernels begin and end")
@@ -229,7 +290,9 @@ def main() -> None:
             return bool(registry.candidates(op, types, env, device.info))
 
         step_graph = graph if args.plain else fuse(graph, accepts)
-        executable = bind(device, lowering, step_graph, weights, env)
+        others = plans_with(args.compare, step_graph, graph, selector, env) if args.compare else {}
+        least = max((p.arena_bytes for p in others.values()), default=0)
+        executable = bind(device, lowering, step_graph, weights, env, least)
         if args.explain:
             print(executable.plan.table())
         for context in args.context:
@@ -252,6 +315,7 @@ def main() -> None:
             print(line, flush=True)
             if args.stages:
                 stages(device, executable)
+            compare(device, executable, others, step_graph)
             if args.parts and not any(x.stages for x in executable.plan.launches):
                 point["parts"] = parts(device, executable)
                 for r in point["parts"]:
