@@ -315,14 +315,14 @@ def main() -> None:
             print(line, flush=True)
             if args.stages:
                 stages(device, executable)
-            compare(device, executable, others, step_graph)
             if args.parts and not any(x.stages for x in executable.plan.launches):
                 point["parts"] = parts(device, executable)
                 for r in point["parts"]:
                     alone = f"{r['us'] or '-':>8} us  saves {r['saved_us'] or 0:>7}"
                     each = f"{r['launches']:>3} x {r['us_each']:>7}  {r['tb_per_s']:.2f} TB/s"
-                    print(f"    {alone}  {each}  {r['op']} {r['route']} {' '.join(r['weights'])}")
+                    print(f"    {alone}  {each}  {r['op']} {r['route']} {' '.join(r['weights'])}", flush=True)
             print(json.dumps(point), flush=True)
+            compare(device, executable, others, step_graph)
         device.close()
     if args.json:
         args.json.write_text(json.dumps(points, indent=1))
