@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         model=args.model, format=args.format, device=args.device, spec="mtp", draft_tokens=args.drafts,
         ngram_draft_tokens=0, max_concurrency=args.concurrency, kv_dtype=args.kv_dtype, no_prefix_reuse=True,
         max_context=max(args.prompt + args.tokens, args.context + 64), deterministic=args.deterministic,
-        full_draft_head=args.full_draft_head,
+        full_draft_head=args.full_draft_head, prefill_chunk=max(64, args.prompt),  # no plans that no step here uses
     )  # fmt: skip
     loaded = load(config, report=lambda label, text: print(f"{label:9} {text}"))
     found: dict[str, Any] = {
