@@ -5,8 +5,8 @@
 A plain step of one row and one of 1 + n rows of as many sequences, a round of 1 + n rows in one plan, and by
 themselves verification, fold, and a draft after one row and after 1 + n. Only these plans are compiled and bound, so
 that it says all in a few seconds after the weights are there. --parts: the launches of each kind in a chain of their
-own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants: the fold by each tuning
-of its kernel. On devices without a clock, times are the wall's.
+own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants: fold and verification
+by each tuning of the delta layers' kernels. On devices without a clock, times are the wall's.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from ninfer.runtime.steps import fill_step
 
 PAGE = 64
 CHAINED = "round"
+VARIED = {"fold": "fold_deltas", "verification": "fused_delta_record"}  # by plan, the op that is made in several ways
 
 
 @frozen
@@ -78,9 +79,10 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
     }
     graphs = {name: found for name, found in graphs.items() if found[0].nodes}
     plans = {name: lowering.lower(backend.graph(graph, env), env) for name, (graph, env, _) in graphs.items()}
-    if args.variants and "fold" in graphs:
-        for name, plan in variants(backend, lowering, *graphs["fold"][:2]).items():
-            graphs[name], plans[name] = graphs["fold"], plan
+    for name, key in VARIED.items() if args.variants else ():
+        if name in graphs:
+            for candidate, plan in variants(backend, lowering, *graphs[name][:2], key).items():
+                graphs[f"{name} {candidate}"], plans[f"{name} {candidate}"] = graphs[name], plan
     plans[CHAINED] = lower_chain(rounds.graphs, (c, n), lowering, backend.graph, few, 1 + n)
     every = [sample, *rounds.graphs.values()]
     weights: dict[str, Any] = {}
@@ -106,22 +108,25 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
     return Bound(executables, plans, shapes, sizes, memory)
 
 
-def variants(backend: Backend, lowering: Lowering, graph: Graph, env: Env) -> dict[str, Plan]:
-    """Plans of a graph by each candidate of its first op."""
-    fused, found = backend.graph(graph, env), {}
-    node = fused.nodes[0]
+def variants(backend: Backend, lowering: Lowering, graph: Graph, env: Env, key: str) -> dict[str, Plan]:
+    """Plans of a graph by each candidate for its ops of that key."""
+    fused, found = backend.graph(graph, env), dict[str, Plan]()
+    node = next((n for n in fused.nodes if n.op.key == key), None)
+    if node is None:
+        return found
     types = tuple(v.type for v in node.args)
     for candidate in backend.registry.candidates(node.op, types, env, backend.info):
-        profile = evolve(lowering.selector.profile, routes={op_key(node.op, types): ((1 << 30, candidate.id),)})
-        chosen = evolve(lowering, selector=evolve(lowering.selector, profile=profile))
-        found[f"fold {candidate.id}"] = chosen.lower(fused, env)
+        profile = evolve(lowering.selector.profile, routes={
+            **lowering.selector.profile.routes, op_key(node.op, types): ((1 << 30, candidate.id),)
+        })  # fmt: skip
+        found[candidate.id] = evolve(lowering, selector=evolve(lowering.selector, profile=profile)).lower(fused, env)
     return found
 
 
 def step_of(bound: Bound, name: str, args: argparse.Namespace) -> list[SeqRows]:
     rows, seqs = bound.shapes[name]
     drawn = not name.startswith("fold")
-    many = rows > 1 and name in ("verification", CHAINED)
+    many = rows > 1 and name.startswith(("verification", CHAINED))
     return [
         SeqRows(
             slot=slot, kv_len=args.context, tokens=tuple(range(5, 5 + rows)), generated=True,
@@ -185,7 +190,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=20, help="steps in a row, of which five series are timed")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
-    parser.add_argument("--variants", action="store_true", help="time the fold by every tuning")
+    parser.add_argument("--variants", action="store_true", help="time every tuning of the delta layers")
     parser.add_argument("--full-draft-head", action="store_true", help="draft by the model's head")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -221,9 +226,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.parts and all(hasattr(e, "time_part") for e in bound.executables.values()):
         found["parts"] = {}
         for name, executable in bound.executables.items():
-            if name != CHAINED and not name.startswith("fold "):
-                found["parts"][name] = parts(executable, bound.plans[name], bound.weight_bytes, 5)
-                show(name, found["parts"][name])
+            rows = parts(executable, bound.plans[name], bound.weight_bytes, 5) if name != CHAINED else []
+            key = next((key for varied, key in VARIED.items() if name.startswith(f"{varied} ")), "")
+            found["parts"][name] = [r for r in rows if not key or r["op"] == key]
+            show(name, found["parts"][name])
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     backend.device.close()

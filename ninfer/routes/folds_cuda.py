@@ -18,8 +18,8 @@ def _record_refuse(op: FusedDeltaRecord, types: Types) -> str | None:
     places = types[14].shape[1]
     if not isinstance(places, int) or places > MOST_PLACES:
         return f"keeps up to {MOST_PLACES} rows, not {places}"
-    if op.value_dim > 128:
-        return f"heads of {op.value_dim} values are longer than 128"
+    if max(op.key_dim, op.value_dim) > 128:
+        return f"heads of {op.key_dim} and {op.value_dim} values are longer than 128"
     return recurrent_cuda.fused_refuse(op, types)
 
 
@@ -53,6 +53,7 @@ FUSED_DELTA_RECORD = Route(
     geometry=recurrent_cuda.fused_geometry,
     context=recurrent_cuda.fused_context,
     refuse=_record_refuse,
+    tunings=({"solve": 0}, {"solve": 1}),
     numerics="cuda",
 )
 FOLD_DELTAS = Route(
