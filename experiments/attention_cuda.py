@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiments.chain_cuda import Gpu, Kernel
+from chain_cuda import Gpu, Kernel
+
 from ninfer.formats.dtypes import I32, U8
 from ninfer.formats.kv import PAGE, KVFormat, by_name
 from ninfer.ir.ops.attention import page_views
