@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ninfer.devices.base import DeviceInfo, Source
-from ninfer.formats.dtypes import F32, I8
+from ninfer.formats.dtypes import F32, I8, f32_to_bf16
 from ninfer.formats.quant import Packed, by_name
+from ninfer.formats.tile import make_tile
 from ninfer.ir.op import Op
 from ninfer.ir.ops.linear import Linear
 from ninfer.ir.ops.packed_act import FusedLinear, RmsNormQuant, dequantize, packed_types, quantize
@@ -232,6 +233,8 @@ MIXES: dict[str, tuple[str, str, str]] = {  # q k gate up; v z out down; head
     "q4_k": ("q4_k", "q4_k", "q6_k"),
     "q4_0": ("q4_0", "q4_0", "q4_0"),
     "q8": ("q8_g32", "q8_g32", "q8_g32"),
+    "iq3_s": ("iq3_s", "iq3_s", "iq3_s"),
+    "fp8": ("fp8_e4m3fn_row_bf16", "fp8_e4m3fn_row_bf16", "fp8_e4m3fn_row_bf16"),
 }
 GROUP = 32  # values of a scale where codes pass
 NAMES = ("in", "out", "gate_up", "down", "head")
@@ -280,6 +283,8 @@ START: dict[str, dict[str, int]] = {
     "down": {"warps": 9, **COMMON},
     "head": {"warps": 10, **COMMON},
 }
+LOOKUPS = {**COMMON, "stages": 3, "resident": 1, "grid": 64, "apart": 1}
+STARTS = {"iq3_s": {k: {**LOOKUPS, "warps": w} for k, w in zip(NAMES, (20, 12, 20, 17, 20), strict=True)}, "fp8": START}
 WARPS = {"in": (4, 5, 7, 10, 20), "out": (4, 6, 8, 12, 24), "gate_up": (4, 5, 7, 10, 20),
          "down": (4, 6, 8, 9, 10, 12, 17), "head": (4, 5, 10, 20)}  # fmt: skip
 LATE = (-1, 0, 1, 2, 4, 8, 16)
@@ -316,6 +321,12 @@ def neighbours(kernel: str, t: Mapping[str, int]) -> Iterable[dict[str, int]]:
         if resident != t["resident"]:
             yield {**t, "resident": resident}
     yield {**t, "bulk": 1 - t["bulk"]}
+    if "grid" in t:
+        for grid in (8, 16, 32, 64):
+            if grid != t["grid"]:
+                yield {**t, "grid": grid}
+                yield {**t, "grid": grid, "per": 2, "warps": t["warps"] // t["per"], "resident": 2}
+        yield {**t, "apart": 1 - t["apart"]}
 
 
 def full(t: Mapping[str, int], units: int) -> dict[str, int]:
@@ -372,12 +383,16 @@ class Chain:
         for factor, shift in ((0x9E3779B1, 15), (0x85EBCA6B, 13)):  # a hash of the index
             raw *= cp.uint32(factor)
             raw ^= raw >> cp.uint32(shift)
+        if tiling.code == "e4m3":
+            raw &= cp.uint32(0xBFBFBFBF)  # no NaN
         tiles = raw.view(cp.uint8).reshape(-1, tiling.tile_bytes)
         value = 0.3 / k**0.5 / 2 ** (tiling.bits - 4) / (32 if tiling.d_kind == "sub" else 1)
         for plane, kind in (("d", tiling.d_kind), ("m", tiling.m_kind)):
             if kind:
                 p, dtype = tiling.planes[plane], np.float32 if kind == "f32" else np.float16
                 fill = np.full(p.nbytes // np.dtype(dtype).itemsize, value, dtype).view(np.uint8)
+                if kind == "bf16":
+                    fill = f32_to_bf16(np.full(p.nbytes // 2, value, np.float32)).view(np.uint8)
                 tiles[:, p.offset : p.offset + p.nbytes] = cp.asarray(fill)
         return raw
 
@@ -525,15 +540,16 @@ class Chain:
 CHECKED = ("q4_g64", "q5_g64", "q6_g64", "t2_g128", "q8_g32", "q4_0", "q8_0", "q4_k", "q5_k", "q6_k")
 
 
-def check(gpu: Gpu, chain: Chain) -> list[str]:
-    """The kernels against the ops' references. Returns what is wrong."""
+def check(gpu: Gpu, chain: Chain, formats: Sequence[str], tuning: Mapping[str, int]) -> list[str]:
+    """The kernels against the ops' references. tuning: beside the plainest. Returns what is wrong."""
     cp = gpu.cp
     rng = np.random.default_rng(0)
     todo: list[tuple[str, Op, Arrays, Kernel]] = []
-    for rows, fmt in itertools.product((1, 3, 8), CHECKED):
+    for rows, fmt in itertools.product((1, 3, 8), formats):
         x = rng.standard_normal((rows, 2048)).astype(np.float32)
         w, n = rng.standard_normal((2, 320, 2048)).astype(np.float32), rng.standard_normal(2048).astype(np.float32)
-        packed = [Packed(by_name(fmt), by_name(fmt).pack(m), m.shape) for m in w]
+        packed = [Packed(by_name(fmt), by_name(fmt).pack(m), m.shape) for m in w if by_name(fmt).can_pack]
+        packed = packed or [make_tile(by_name(fmt), 320, 2048)] * 2
         small = Packed(by_name("bf16"), by_name("bf16").pack(w[0, :40]), (40, 2048))
         residual, after = rng.standard_normal((rows, 320)).astype(np.float32), n[:320]
         codes, squares = quantize(x, GROUP), np.square(x).reshape(rows, -1, GROUP).sum(axis=2)
@@ -547,9 +563,10 @@ def check(gpu: Gpu, chain: Chain) -> list[str]:
             (RmsNormQuant(64), (x, n)),
         ]
         for (op, arrays), bulk in itertools.product(cases, (0, 1)):
-            tuning = {"warps": 4, "stages": 3, "blocks": 7, "bulk": bulk, "late": 2 * bulk, "split": 8}
+            basic = {"warps": 4, "stages": 3, "blocks": 7, "bulk": bulk, "late": 2 * bulk, "split": 8}
             types = tuple(type_of(a) for a in arrays)
-            todo.append((f"rows {rows} bulk {bulk} {fmt}", op, arrays, rendered(gpu, op, types, rows, tuning)))
+            for t in (basic, {**basic, **tuning}) if bulk and tuning else (basic,):
+                todo.append((f"rows {rows} bulk {bulk} {fmt} {t}", op, arrays, rendered(gpu, op, types, rows, t)))
     gpu.load([k for *_, k in todo])
     wrong, worst = list[str](), 0.0
     for what, op, arrays, kernel in todo:
@@ -805,17 +822,19 @@ def main() -> None:
     floor, ready = chain.weight_bytes / rate * 1e3, time.perf_counter() - begin
     print(f"{gpu.name} {gpu.units} units, read {rate / 1e12:.3f} TB/s, weights {chain.weight_bytes / 1e9:.3f} GB,"
           f" floor {floor:.3f} ms, ready after {ready:.0f} s", flush=True)  # fmt: skip
-    wrong = check(gpu, chain)
+    start = args.start or STARTS.get(args.mix)
+    tuning = {k: start["in"][k] for k in ("grid", "apart") if k in start["in"]} if start else {}
+    wrong = check(gpu, chain, tuple(dict.fromkeys(MIXES[args.mix])) if args.mix in STARTS else CHECKED, tuning)
     print(f"checked after {time.perf_counter() - begin:.0f} s", flush=True)
     if args.prompt:
         prompt_kernels(gpu, chain)
-    base, table = args.start, []
+    base, table = start, []
     share = {rows: (2 if rows == 1 else 1) for rows in args.rows}
     for rows in args.rows:
         if base is None or rows > 1:
             _, found = variants(chain, rows)
             base = base or found
-        start = found if args.start is None else base
+        start = found if base is None or (rows > 1 and args.start is None) else base
         ranking = Ranking()
         tunings, ms = descend(chain, rows, start, args.seconds * share[rows] / sum(share.values()), rate, ranking)
         wrong += agree(chain, rows, tunings)

@@ -53,6 +53,11 @@ class GridCode:
         """Different values of the grid, ascending."""
         return tuple(int(v) for v in np.unique(grid(self.name)))
 
+    @property
+    def odd(self) -> bool:
+        """Whether all values are odd: the negative of such a number has all bits turned but the last."""
+        return all(v % 2 for v in self.levels)
+
     def words(self) -> NDArray[np.uint32]:
         """A 32-bit word per grid point: four values as bytes, or eight values' places among `levels` as nibbles."""
         table = grid(self.name)

@@ -16,9 +16,11 @@ Other codes:
     table of 16   plane "base": u32 i has the places of word 2 i's four codes as nibbles, then those of word 2 i + 1
     table of 4    plane "base": as n = 2, the places;   of 2: bit w of each byte belongs to word w
     e4m3          plane "base": the words themselves
-    grid          plane "base": the low byte of each grid point's index, a byte per word; of grids of 8 values two lanes
-                  share the bytes, the even one takes the first four values. Plane "high": the rest of the indices, and
-                  the sign of a point's offset. Plane "signs": a u32 per slice, one bit per value (`sign_places`)
+    grid of 4     a lane's indices of a tile as one stream of bits, word by word, slice by slice, in plane "base", of
+                  which the last bytes are plane "high". Plane "signs": a u32 per slice, a bit per value (`sign_places`)
+    grid of 8     plane "base": the low byte of each index, a byte per word; two lanes share the bytes, the even one has
+                  the first four values. Plane "high": the rest of the indices, and the sign of a point's offset. Plane
+                  "signs" as above
 Scales are vectors per g: [group][h]. Where a format has a factor per 256 values and small integers per group, both are
 kept. Codes that are not centred (0 .. 2^n - 1) are shifted by `zero`, and the group's minimum grows by zero * d.
 

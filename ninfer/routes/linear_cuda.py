@@ -63,6 +63,7 @@ class Body:
     first_ticket: int = 0
     cuts_at: int = 0  # floats before this body's sums of cuts
     grid_bytes: int = 0  # that the copies of a grid may take
+    dynamic: bool = False  # whether these begin the block's dynamic shared memory
 
     @property
     def units(self) -> int:
@@ -116,6 +117,7 @@ class Riders:
 class Places:
     """Byte offsets in shared memory."""
 
+    grid: int
     ring: int
     x: int
     xd: int
@@ -214,7 +216,8 @@ class Apart:
 def parts_apart(bodies: Sequence[Body], rows: int, ga: int) -> Apart | None:
     """None where there are more rows than columns of an accumulator, or scales of several pieces."""
     tilings = [b.tiling for b in bodies if b.tiling]
-    if not tilings or rows > 8 or any(t.d_kind not in ("f16", "bf16") or t.m_kind or t.code == "e4m3" for t in tilings):
+    kinds = ("f16", "bf16", "nibble")
+    if not tilings or rows > 8 or any(t.d_kind not in kinds or t.m_kind or t.code == "e4m3" for t in tilings):
         return None
     step = min(ga, SLICE, *(t.group for t in tilings))
     return None if any(t.group % step for t in tilings) else Apart(step, 1 << (rows - 1).bit_length())
@@ -340,7 +343,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     riders = make_riders(o, plain, warps, sum(b.blocks for b in bodies))
     if plain and riders is None:
         bodies = make_bodies(o, warps, span, blocks, ga, split)
-    bodies = tuple(evolve(b, grid_bytes=tuning.get("grid", 8) << 10) for b in bodies)
+    bodies = tuple(_with_grid(b, bodies, tuning.get("grid", 8) << 10) for b in bodies)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
@@ -353,6 +356,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         offsets[name] = at
         at += align_up(nbytes, 128)
 
+    place("grid", max(b.tiling.grid_bytes * b.copies if b.tiling and b.dynamic else 0 for b in bodies))
     ring = max(warps * stages * b.stage_bytes for b in bodies)
     place("ring", ring)  # bodies of plain formats have none: their activations, two bytes each, begin here
     place("x", max([rows * x_stride] + [rows * 2 * b.x_stride - align_up(ring, 128) for b in bodies]))
@@ -373,7 +377,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
-        "halves": halves, "bodies": bodies, "grids": sum(b.tiling.grid_bytes * b.copies for b in bodies if b.tiling),
+        "halves": halves, "bodies": bodies, "grids": _static_grids(bodies),
         "blocks": blocks, "at": Places(**offsets, end=at), "riders": riders,
         "late": tuning.get("late", -1), "tickets": sum(b.left for b in bodies), "kept": kept, "holds": holds,
         "nexts": _nexts(o, warps, tuning), "swiglu_ahead": bool(o.ahead and o.ahead.swiglu),
@@ -386,6 +390,22 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "residual": "" if o.residual is None else f"a{o.residual}",
         "swiglu": o.swiglu, "quant": o.quant, **weighing(o), "parameters": parameter_names(o, types),
     }  # fmt: skip
+
+
+STATIC_GRID = 32 << 10  # a kernel's static shared memory is 48 KiB
+
+
+def _with_grid(b: Body, bodies: Sequence[Body], nbytes: int) -> Body:
+    """Several grids share what the copies of one may take; of these alone, many copies are placed dynamically."""
+    several = sum(o.tiling is not None and o.tiling.grid is not None for o in bodies)
+    if several > 1:
+        nbytes = min(nbytes, STATIC_GRID) // several
+    b = evolve(b, grid_bytes=nbytes)
+    return evolve(b, dynamic=b.tiling is not None and b.tiling.grid_bytes * b.copies > STATIC_GRID)
+
+
+def _static_grids(bodies: Sequence[Body]) -> int:
+    return sum(b.tiling.grid_bytes * b.copies for b in bodies if b.tiling and not b.dynamic)
 
 
 def _nexts(o: Operands, warps: int, tuning: Tuning) -> tuple[Body, ...]:
@@ -576,8 +596,6 @@ def _fits(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
     """Whether shared memory holds what a tuning needs."""
 
     def fits(op: Op, types: Types, tuning: Tuning) -> bool:
-        if "grid" in tuning and not any(t.fmt is not None and t.fmt.is_grid for _, t in operands(op, types).weights):
-            return False
         context = _least(op, types, rows, tuning)
         if tuning.get("apart") and context["apart"] is None:
             return False
@@ -595,6 +613,29 @@ def _some_fit(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[O
         return None if need <= limit << 10 else f"{rows} rows need {need} bytes of shared memory, of {limit << 10}"
 
     return refuse
+
+
+def _grids_fit(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[Op, Types], str | None]:
+    fit = _some_fit(rows, limit, tunings)
+
+    def refuse(op: Op, types: Types) -> str | None:
+        if not any(t.fmt is not None and t.fmt.is_grid for _, t in operands(op, types).weights):
+            return "is for formats whose codes index a grid"
+        return fit(op, types)
+
+    return refuse
+
+
+def _even(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
+    """Where instructions are the bound, all warps of a block should have as much to do: those that no number of warps
+    divides well are left to the fewest."""
+    fits = _fits(rows, limit)
+
+    def accept(op: Op, types: Types, tuning: Tuning) -> bool:
+        chunks, warps = _least(op, types, rows, tuning)["bodies"][0].chunks, tuning["warps"]
+        return fits(op, types, tuning) and (warps == 8 or chunks / warps > 0.85 * -(-chunks // warps))
+
+    return accept
 
 
 def _with_finish(direct: bool, stored: bool) -> Callable[[Op, Types], str | None]:
@@ -625,6 +666,22 @@ def _stream_route(
         geometry=stream_geometry, context=stream, widths=(low, high), needs=(need,),
         refuse=_some_fit(high, limit, tunings), tunings=tunings, fits=_fits(high, limit), rtol=RTOL, workspace=_cuts,
     )  # fmt: skip
+
+
+def _grid_routes(op: type[Op], low: int, high: int, units: int) -> tuple[Route[Any], ...]:
+    """Look-ups want many warps, and a copy of the grid for each lane, so that none meet in a bank."""
+    common = {"split": 8, "late": 2, "bulk": 1, **({"apart": 1} if high <= 8 else {})}
+    one, two = {"blocks": units, "resident": 1, "grid": 64}, {"blocks": 2 * units, "resident": 2, "limit": 112}
+    bulk: list[Tuning] = [{"warps": w, "stages": 3, **one, **common} for w in (20, 17, 24, 12, 10, 8)]
+    bulk += [{"warps": w, "stages": 4, "grid": g, **two, **common} for w in (10, 12, 17, 8) for g in (32, 64)]
+    copied: list[Tuning] = [
+        {"warps": w, "stages": 2, **one, **common, "grid": 32, "bulk": 0, "limit": 99} for w in (10, 12, 8)
+    ]
+    found = []
+    for name, need, limit, tunings in (("grid", "sm90a", 227, tuple(bulk)), ("lookup", "sm80", 99, tuple(copied))):
+        route = _stream_route(op, low, high, name, need, limit, tunings)
+        found.append(evolve(route, refuse=_grids_fit(high, limit, tunings), fits=_even(high, limit)))
+    return tuple(found)
 
 
 def _gemm_route(op: type[Op], direct: bool, stored: bool) -> Route[Any]:
@@ -672,14 +729,14 @@ def _exact_route(op: type[Op]) -> Route[Any]:
     )  # fmt: skip
 
 
-def _tunings(rows: int, plain: Sequence[Tuning], grid: Tuning, some: Sequence[Tuning]) -> tuple[Tuning, ...]:
+def _tunings(rows: int, plain: Sequence[Tuning], some: Sequence[Tuning]) -> tuple[Tuning, ...]:
     """Parts of K apart pay where instructions are the bound: by default from 3 rows on, up to 8. For one row or two the
-    accumulator's chain of products can be the bound: `some` are tried. grid: for formats that have one."""
+    accumulator's chain of products can be the bound: `some` are tried."""
     if rows > 8:
-        return (*plain, grid)
+        return tuple(plain)
     if rows > 2:
-        return (*({**t, "apart": 1} for t in plain), *plain[:3], grid)
-    return (*plain, grid, *({**t, "apart": 1} for t in some))
+        return (*({**t, "apart": 1} for t in plain), *plain[:3])
+    return (*plain, *({**t, "apart": 1} for t in some))
 
 
 def routes(units: int) -> tuple[Route[Any], ...]:
@@ -697,17 +754,18 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             (8, 3, 3, {**third, "split": 4}),
         )
     ]
-    grid = {**bulk[0], "grid": 32}
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
     copies = [small, large, {**small, "late": 1, "split": 8}]
     found: list[Route[Any]] = []
     for op in OPS:
         for low, high in WIDTHS:
-            tunings = _tunings(high, bulk, grid, bulk[2:6])
+            found += _grid_routes(op, low, high, units)
+        for low, high in WIDTHS:
+            tunings = _tunings(high, bulk, bulk[2:6])
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
         for low, high in WIDTHS:
-            tunings = _tunings(high, copies, {**large, "grid": 32}, copies[2:])
+            tunings = _tunings(high, copies, copies[2:])
             found.append(_stream_route(op, low, high, "stream", "sm80", 99, tunings))
         found += [_gemm_route(op, direct, stored) for direct in (False, True) for stored in (False, True)]
         found += [_mma_route(op, direct) for direct in (False, True)]
