@@ -29,7 +29,7 @@ from ninfer.ir.ops.attention import page_views
 from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.step import HEADER
 from ninfer.ir.types import Arrays, B, Env, M, P, S, T, TensorType, Types
-from ninfer.routes import attention_cuda
+from ninfer.routes import attention_cuda, attention_ring_cuda
 from ninfer.routes.route import Candidate, Route
 
 HEADS, KV_HEADS, D, ROTARY = 24, 4, 256, 32
@@ -59,7 +59,7 @@ def variants(gpu: Gpu, fmt: KVFormat, pages: int, limit: int) -> list[Variant]:
     op, types = operands(fmt)
     env = Env(rows=1, logit_rows=1, seqs=1, slots=1, pages=pages, max_pages=pages)
     out = []
-    for route in attention_cuda.ROUTES:
+    for route in (*attention_cuda.ROUTES, *attention_ring_cuda.ROUTES):
         if route.op is not FusedAttention or route.refuse(op, types):
             continue
         for tuning in route.tunings[:limit]:

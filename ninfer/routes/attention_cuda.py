@@ -8,9 +8,8 @@ from typing import Any
 
 from attrs import evolve
 
-from ninfer.formats import kv_codes as codes
 from ninfer.formats.dtypes import F32
-from ninfer.formats.kv import INT4_VALUES, KVFormat
+from ninfer.formats.kv import KVFormat
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.ops.attention import Attention, KvAppend, Rope
 from ninfer.ir.ops.block import BlockAttention
@@ -198,78 +197,6 @@ def _fused_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -
     }
 
 
-# The same for integer keys and nibbles as values, by way of a ring in shared memory.
-
-
-RING_KEYS = (codes.INT8, codes.LLOYD4, codes.E8_SNAP)
-RING_SLACK = 4  # weights are at most 2 to this power, times a scale of values in f16
-
-
-def ring_columns(heads: int, kv_heads: int, env: Env, tuning: Tuning) -> int:
-    """Columns of queries that a block has at once, whole tiles of 8."""
-    return min(8 * tuning["warps"], 8 * ceil(env.rows * (heads // kv_heads) / 8))
-
-
-def ring_shared(fmt: KVFormat, columns: int, head_dim: int, tuning: Tuning) -> int:
-    w = tuning["warps"]
-    ring = tuning["stages"] * ceil(16 * fmt.bytes_per_token(1, head_dim) / 128) * 128
-    queries = columns * (2 * (head_dim + 16) + 4 + head_dim // 16)
-    return w * max(ring, 4 * 8 * (head_dim + 8)) + queries + 4 * (16 * w + w * head_dim)
-
-
-def ring_geometry(fmt: KVFormat, heads: int, kv_heads: int, head_dim: int, env: Env, tuning: Tuning) -> Geometry:
-    columns = ring_columns(heads, kv_heads, env, tuning)
-    grid = (kv_heads, split_count(env, tuning), env.seqs)
-    return Geometry(grid, 32 * tuning["warps"], ring_shared(fmt, columns, head_dim, tuning))
-
-
-def ring_context(heads: int, kv_heads: int, head_dim: int, env: Env, tuning: Tuning) -> dict[str, Any]:
-    return {
-        "columns": ring_columns(heads, kv_heads, env, tuning),
-        "stages": tuning["stages"],
-        "slack": RING_SLACK,
-        "scale_word": {64: "u16", 128: "u32", 256: "uint2"}[head_dim],
-        "v_scale_word": {64: "u32", 128: "uint2", 256: "uint4"}[head_dim],
-        "resident": max(1, 8 // tuning["warps"]),
-    }
-
-
-def ring_refusal(fmt: KVFormat) -> str | None:
-    if fmt.k.code in RING_KEYS and fmt.v is INT4_VALUES:
-        return None
-    return f"reads caches of integer keys and nibbles as values; {fmt.name} has others"
-
-
-def _ring_refuse(op: Attention, types: Types) -> str | None:
-    return split_refusal(op.fmt, op.head_dim) or ring_refusal(op.fmt)
-
-
-def _ring_geometry(op: Attention, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    return ring_geometry(op.fmt, op.heads, op.kv_heads, op.head_dim, env, tuning)
-
-
-def _ring_context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {
-        **_split_context(op, types, env, tuning),
-        **ring_context(op.heads, op.kv_heads, op.head_dim, env, tuning),
-    }
-
-
-def _fused_ring_refuse(op: FusedAttention, types: Types) -> str | None:
-    return _fused_refuse(evolve(op, fmt=F16_CACHE), types) or ring_refusal(op.fmt)
-
-
-def _fused_ring_geometry(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    return ring_geometry(op.fmt, op.heads, op.kv_heads, op.head_dim, env, tuning)
-
-
-def _fused_ring_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {
-        **_fused_context(op, types, env, tuning),
-        **ring_context(op.heads, op.kv_heads, op.head_dim, env, tuning),
-    }
-
-
 # Splits of wide heads, which are not products of tensor cores.
 
 
@@ -387,31 +314,6 @@ FUSED_ATTENTION_CODED = evolve(
     refuse=_fused_coded_refuse,
     rtol=3e-2,  # a new key or value between two codes may fall to either
 )
-RING_TUNINGS: tuple[Tuning, ...] = tuple(
-    {"warps": warps, "splits": splits, "stages": stages}
-    for warps, splits, stages in ((4, 66, 3), (8, 33, 3), (4, 66, 4), (4, 66, 2), (4, 33, 3))
-)
-ATTENTION_RING_CODED = evolve(
-    ATTENTION_SPLIT_CODED,
-    name="attention.cuda.ring_coded",
-    template="cuda/attention_ring.cu.j2",
-    geometry=_ring_geometry,
-    context=_ring_context,
-    refuse=_ring_refuse,
-    tunings=RING_TUNINGS,
-    numerics="cuda.ring",
-    rtol=1e-3,  # weights times scales are rounded to f16, 11 bits
-)
-FUSED_ATTENTION_RING_CODED = evolve(
-    FUSED_ATTENTION_CODED,
-    name="fused_attention.cuda.ring_coded",
-    template="cuda/attention_ring.cu.j2",
-    geometry=_fused_ring_geometry,
-    context=_fused_ring_context,
-    refuse=_fused_ring_refuse,
-    tunings=RING_TUNINGS,
-    numerics="cuda.ring",
-)
 ATTENTION_WIDE = Route(
     name="attention.cuda.wide",
     op=Attention,
@@ -457,12 +359,10 @@ ROUTES: tuple[Route[Any], ...] = (
     _simple(BlockAttention, "block_attention"),
     FUSED_ATTENTION,
     FUSED_ATTENTION_CODED,
-    FUSED_ATTENTION_RING_CODED,
     ROPE,
     KV_APPEND,
     ATTENTION_SPLIT,
     ATTENTION_SPLIT_CODED,
-    ATTENTION_RING_CODED,
     ATTENTION_WIDE,
     ATTENTION_FLASH,
     _simple(Attention, "attention"),

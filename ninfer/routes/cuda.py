@@ -7,6 +7,7 @@ from typing import Any
 
 from ninfer.routes import (
     attention_cuda,
+    attention_ring_cuda,
     block_cuda,
     draft_cuda,
     elementwise_cuda,
@@ -35,6 +36,7 @@ def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any],
         *norm_cuda.ROUTES,
         *rotated_cuda.ROUTES,
         *attention_cuda.ROUTES,
+        *attention_ring_cuda.ROUTES,
         *embed_cuda.ROUTES,
         *elementwise_cuda.ROUTES,
         *experts_cuda.ROUTES,

@@ -1,0 +1,140 @@
+"""Attention of few rows on a GPU by way of a ring in shared memory.
+
+Caches of 16 bits, and those whose keys are integers in units of their scale and whose values are nibbles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from attrs import evolve, frozen
+
+from ninfer.formats import kv_codes as codes
+from ninfer.formats.kv import INT4_VALUES, KVFormat
+from ninfer.ir.ops.attention import Attention
+from ninfer.ir.ops.fused import FusedAttention
+from ninfer.ir.types import Env, Types
+from ninfer.routes import attention_cuda as split
+from ninfer.routes.route import Geometry, Route, Tuning
+
+KEYS = (codes.INT8, codes.LLOYD4, codes.E8_SNAP)
+SLACK = 4  # weights are at most 2 to this power; times a scale of values they are f16
+STEP = 16  # tokens
+
+
+@frozen
+class Ring:
+    """Shared memory of a block: rings of its warps, queries as two numbers each, statistics, a row per warp.
+
+    columns: of queries that a block has at once, whole tiles of 8. stages: steps in a warp's ring, as many as the
+    tuning has and its `limit` of KiB takes, two at least.
+    """
+
+    fmt: KVFormat
+    columns: int
+    head_dim: int
+    warps: int
+    stages: int
+
+    @property
+    def nbytes(self) -> int:
+        d, w = self.head_dim, self.warps
+        step = ceil(STEP * self.fmt.bytes_per_token(1, d) / 128) * 128
+        query = 2 * (d * (2 if self.fmt.is_plain else 1) + 16) + 4 + d // 16
+        return w * max(self.stages * step, 4 * 8 * (d + 8)) + self.columns * query + 4 * (16 * w + w * d)
+
+
+def ring(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> Ring:
+    w = tuning["warps"]
+    columns = min(8 * w, 8 * ceil(env.rows * (op.heads // op.kv_heads) / 8))
+    sizes = [Ring(op.fmt, columns, op.head_dim, w, stages) for stages in range(tuning["stages"], 1, -1)]
+    return next((r for r in sizes if r.nbytes <= 1024 * tuning["limit"]), sizes[-1])
+
+
+def _geometry(op: Attention | FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    grid = (op.kv_heads, split.split_count(env, tuning), env.seqs)
+    return Geometry(grid, 32 * tuning["warps"], ring(op, env, tuning).nbytes)
+
+
+def _ring_context(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    chosen = ring(op, env, tuning)
+    return {
+        "columns": chosen.columns,
+        "stages": chosen.stages,
+        "slack": SLACK,
+        "scale_word": {64: "u16", 128: "u32", 256: "uint2"}[op.head_dim],
+        "v_scale_word": {64: "u32", 128: "uint2", 256: "uint4"}[op.head_dim],
+        "resident": max(1, 8 // tuning["warps"]),
+    }
+
+
+def _context(op: Attention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {**split.ATTENTION_SPLIT.context(op, types, env, tuning), **_ring_context(op, env, tuning)}
+
+
+def _fused_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {**split.FUSED_ATTENTION.context(op, types, env, tuning), **_ring_context(op, env, tuning)}
+
+
+def _not_nibbles(fmt: KVFormat) -> str | None:
+    if fmt.k.code in KEYS and fmt.v is INT4_VALUES:
+        return None
+    return f"reads caches of integer keys and nibbles as values; {fmt.name} has others"
+
+
+def _coded_refuse(op: Attention, types: Types) -> str | None:
+    return split.split_refusal(op.fmt, op.head_dim) or _not_nibbles(op.fmt)
+
+
+def _fused_coded_refuse(op: FusedAttention, types: Types) -> str | None:
+    return split.FUSED_ATTENTION.refuse(evolve(op, fmt=split.F16_CACHE), types) or _not_nibbles(op.fmt)
+
+
+TUNINGS: tuple[Tuning, ...] = tuple(
+    {"warps": warps, "splits": splits, "stages": stages, "limit": limit}
+    for warps, splits, stages, limit in ((4, 66, 3, 99), (4, 33, 3, 99), (8, 33, 3, 227))
+)
+PLAIN_TUNINGS: tuple[Tuning, ...] = (
+    {"warps": 4, "splits": 33, "stages": 3, "limit": 227},
+    {"warps": 2, "splits": 66, "stages": 3, "limit": 113},
+)
+ATTENTION = evolve(
+    split.ATTENTION_SPLIT,
+    name="attention.cuda.ring",
+    template="cuda/attention_ring.cu.j2",
+    geometry=_geometry,
+    context=_context,
+    needs=("sm90",),  # room for the ring
+    tunings=PLAIN_TUNINGS,
+    numerics="cuda.ring",
+)
+FUSED_ATTENTION = evolve(
+    split.FUSED_ATTENTION,
+    name="fused_attention.cuda.ring",
+    template="cuda/attention_ring.cu.j2",
+    geometry=_geometry,
+    context=_fused_context,
+    needs=("sm90",),
+    tunings=PLAIN_TUNINGS,
+    numerics="cuda.ring",
+)
+ATTENTION_CODED = evolve(
+    ATTENTION,
+    name="attention.cuda.ring_coded",
+    refuse=_coded_refuse,
+    needs=("sm80",),
+    tunings=TUNINGS,
+    rtol=1e-3,  # weights times scales are rounded to f16, 11 bits
+)
+FUSED_ATTENTION_CODED = evolve(
+    FUSED_ATTENTION,
+    name="fused_attention.cuda.ring_coded",
+    refuse=_fused_coded_refuse,
+    needs=("sm80",),
+    tunings=TUNINGS,
+    rtol=split.FUSED_ATTENTION_CODED.rtol,
+)
+
+ROUTES: tuple[Route[Any], ...] = (FUSED_ATTENTION, FUSED_ATTENTION_CODED, ATTENTION, ATTENTION_CODED)
