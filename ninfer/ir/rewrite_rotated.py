@@ -1,9 +1,11 @@
 """Rotations to one launch with what makes their rows, and products in a rotated basis to products of codes.
 
     rms_norm | gated_rms_norm | sigmoid_mul | silu_mul -> hadamard        rotated(maker)
+    rms_norm -> hadamard -> one of linear | linear_add | linear_swiglu    rotated_linear, where rows are few and short
     hadamard | rotated -> linear | linear_add | linear_swiglu, all        rotated(quant) -> fused_linear(packed)
 
-Where others read the rows too (projections outside of the basis do), they are kept beside the rotated ones.
+Where others read the rows too (projections outside of the basis do), they are kept beside the rotated ones; a rotated
+linear takes such projections along.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from attrs import evolve
 from ninfer.ir.graph import Kind, Node, Value
 from ninfer.ir.ops.hadamard import Hadamard
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
+from ninfer.ir.ops.norm import RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.rotated import MAKERS, Rotated
+from ninfer.ir.ops.rotated_linear import RotatedLinear
 from ninfer.ir.rewriter import Rewriter
 
-CODE_GROUP = 64  # values that share a scale: what products take when they quantise rows themselves
+CODE_GROUP = 128  # values that share a scale: rotated ones are much alike
+LONGEST = 8192  # values of a row that every block of a product may rotate for itself, rather than one launch for all
 EPILOGUES: dict[type, str] = {Linear: "none", LinearAdd: "add", LinearSwiglu: "swiglu"}
 
 
@@ -36,6 +41,43 @@ def _made_and_rotated(r: Rewriter, node: Node) -> None:
     keep = len(r.readers(x)) > 1 or x in r.graph.outputs.values()
     op, outs = Rotated(maker.op, node.op.block, keep), (x, *node.outs) if keep else node.outs
     r.put([maker, node], op, (*maker.args, signs), outs, first=True)  # other readers of x may come before the rotation
+
+
+def rotated_products(r: Rewriter) -> None:
+    for node in list(r.nodes):
+        if isinstance(node.op, Rotated) or (isinstance(node.op, Hadamard) and not node.op.inverse):
+            _rotated_product(r, node)
+
+
+def _rotated_product(r: Rewriter, node: Node) -> None:
+    *kept, turned = node.outs
+    assert isinstance(node.op, Rotated | Hadamard)
+    maker = node.op.maker if isinstance(node.op, Rotated) else None
+    products = {id(n): n for n in r.readers(turned)}
+    beside = {id(n): n for value in kept for n in r.readers(value)}
+    if len(products) != 1 or not (maker is None or isinstance(maker, RmsNorm)):
+        return
+    (product,) = products.values()
+    if any(v in r.graph.outputs.values() for v in node.outs) or product.args.count(turned) != 1:
+        return
+    if type(product.op) not in EPILOGUES or product.args[0] is not turned or turned.type.shape[1:] > (LONGEST,):
+        return
+    others = list(beside.values())
+    if others and not all(type(n.op) is Linear and n.args[0] in kept for n in others):
+        return
+    if others and type(product.op) is not Linear:
+        return
+    straight = [w for n in others for w in n.args[1:]]
+    op = RotatedLinear(epilogue=EPILOGUES[type(product.op)], block=node.op.block, straight=len(straight))
+    if maker is not None:
+        op = evolve(op, norm=True, eps=maker.eps, offset=maker.offset)
+    outs = (*product.outs, *(o for n in others for o in n.outs))
+    args, old = (*node.args, *product.args[1:], *straight), [node, product, *others]
+    place = [r.nodes.index(n) for n in old]
+    read = min((r.nodes.index(n) for o in outs for n in r.readers(o)), default=len(r.nodes))
+    made = max((i for i, n in enumerate(r.nodes) if any(a in n.outs for a in args)), default=-1)
+    if max(place) < read or made < min(place):
+        r.put(old, op, args, outs, first=max(place) > read)
 
 
 def coded_rotations(r: Rewriter) -> None:

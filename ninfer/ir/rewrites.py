@@ -7,7 +7,7 @@
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
     experts, from the router's scores to the sum                          fused_experts: rewrite_experts.py
-    norm or product -> hadamard -> products                               rotated, with codes: rewrite_rotated.py
+    norm or product -> hadamard -> products                               rotated or within: rewrite_rotated.py
 
 A decode step of a layer is so five launches: projections in, mixer, projection out, gate and up, down.
 """
@@ -28,7 +28,7 @@ from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.rewrite_experts import experts
-from ninfer.ir.rewrite_rotated import coded_rotations, rotations
+from ninfer.ir.rewrite_rotated import coded_rotations, rotated_products, rotations
 from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
 from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
 
@@ -61,6 +61,7 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
             _weighed(r, node)
     rotations(r)
     if codes:
+        rotated_products(r)
         coded_rotations(r)
     return r.done()
 

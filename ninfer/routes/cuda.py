@@ -24,6 +24,7 @@ from ninfer.routes import (
     rotated_cuda,
     rounds_cuda,
     sample_cuda,
+    twobit_cuda,
 )
 from ninfer.routes.route import Route
 
@@ -32,6 +33,7 @@ def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any],
     """For a GPU of so many multiprocessors.   opted: classes of accuracy that were asked for (Route.opt_in)."""
     return (
         *(r for r in (*fp4_cuda.ROUTES, *gemm8_cuda.ROUTES) if r.opt_in in opted),
+        *twobit_cuda.routes(units),
         *linear_cuda.routes(units),
         *norm_cuda.ROUTES,
         *rotated_cuda.ROUTES,

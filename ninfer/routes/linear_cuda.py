@@ -190,11 +190,11 @@ def _infers(op: FusedLinear, inputs: Types, outs: Types) -> bool:
     """Whether `inputs` is where the outputs begin: types lists inputs and, once lowered, outputs."""
     if not any(t.fmt is not None for t in inputs):
         return False
-    at, matrices = op.split(inputs)
+    _, matrices = op.split(inputs)
     if not matrices or any(inputs[i].fmt is None for i in matrices) or any(t.fmt is not None for t in outs):
         return False
     if op.epilogue == "add":
-        return len(inputs) == at + op.norm + 2 + (op.weigh > 0) + op.ahead_weights
+        return len(inputs) == matrices[0] + 2 + (op.weigh > 0) + op.ahead_weights
     return True
 
 

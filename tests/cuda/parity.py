@@ -31,6 +31,7 @@ from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant, dequantize
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.reject import REJECT_OPS
+from ninfer.ir.ops.rotated_linear import RotatedLinear
 from ninfer.ir.ops.sample import Sample
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
 from ninfer.ir.types import B, Env, M, P, S, Sym, T, TensorType
@@ -47,7 +48,7 @@ Operand = tuple[TensorType, NDArray[Any]]
 GUARD = 512
 FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
-LINEAR_OPS = (FusedLinear, QuantizeRows, RmsNormQuant)
+LINEAR_OPS = (FusedLinear, RotatedLinear, QuantizeRows, RmsNormQuant)
 BLOCKS = (*BLOCK_OPS, *REJECT_OPS)
 MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts)
 ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *MIXERS, *JOURNAL_OPS, *BLOCKS, *LINEAR_OPS)))

@@ -67,7 +67,7 @@ def check_model(name: str, device: Any) -> None:
     if "moe" in name:
         fused |= {"fused_experts"}
     if "hadamard_signs" in artifact.config:
-        fused |= {"rotated"}
+        fused = {"fused_attention", "rotated_linear"}
     assert {x.op.key for x in plans[2].launches} >= fused
     memory = device.memory(weights, states, large, max(p.arena_bytes for p in plans.values()))
     consts = {v.name: a for v, a in graph.consts.items()}

@@ -50,12 +50,16 @@ def test_products_of_a_27b_model_take_fast_routes(arch: str, rows: int) -> None:
         assert len(plan.launches) < 5.2 * 64
 
 
-def test_a_rotated_models_step_has_no_rotations_of_its_own() -> None:
+def test_a_rotated_models_step_has_few_launches() -> None:
+    """Five of a layer, and one that rotates the long rows between gate and down; with more rows, one for each."""
     info = DeviceInfo("cuda", "sm_90a", "sm_90a", features_of("sm_90a"), "sm_90a", 132, 1 << 37)
     registry = RouteRegistry(cuda_routes(info.units))
     backend = Backend(device=Paper(info), registry=registry, free_bytes=None)  # type: ignore[arg-type]
-    env = Env(rows=1, logit_rows=1, seqs=1, slots=1, pages=1024, max_pages=128)
-    graph = backend.graph(graph_of("synthetic:bonsai2-27b"), env)
-    keys = [n.op.key for n in graph.nodes]
-    assert keys.count("hadamard") == 1 and keys.count("rms_norm") == 0  # the embedding's
-    assert keys.count("rotated") == keys.count("fused_linear") == 4 * 64 + 1
+    for rows, rotated in ((1, 64), (8, 4 * 64 + 1)):
+        env = Env(rows=rows, logit_rows=rows, seqs=rows, slots=8, pages=1024, max_pages=128)
+        graph = backend.graph(graph_of("synthetic:bonsai2-27b"), env)
+        keys = [n.op.key for n in graph.nodes]
+        assert keys.count("hadamard") == 1 and keys.count("rms_norm") == 0  # the embedding's
+        assert keys.count("rotated") == keys.count("fused_linear") == rotated
+        assert keys.count("rotated_linear") == 4 * 64 + 1 - rotated
+        assert keys.count("linear") == (0 if rows == 1 else 48)

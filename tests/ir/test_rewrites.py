@@ -19,6 +19,7 @@ from ninfer.ir.op import Op
 from ninfer.ir.ops.fused_experts import FusedExperts
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.rotated import Rotated
+from ninfer.ir.ops.rotated_linear import RotatedLinear
 from ninfer.ir.rewriter import Accepts
 from ninfer.ir.rewrites import fuse, fuse_rotations
 from ninfer.ir.types import Array, Env, Types
@@ -189,7 +190,7 @@ def test_a_rounds_states_are_those_of_its_parts(mode: str) -> None:
 def test_rotations_take_no_launch_of_their_own_but_codes_with_them() -> None:
     """Eleven or twelve launches of a layer become nine or ten; products get codes, and none is rotated twice."""
     graph, _ = build("bonsai-tiny", "sample")
-    fused = fuse(graph, lambda op, types: True)
+    fused = fuse(graph, lambda op, types: not isinstance(op, RotatedLinear))
     kinds = Counter((node.op.key, node.layer) for node in fused.nodes)
     for layer, attention in ((0, False), (3, True)):
         assert kinds["rotated", layer] == 4 and kinds["hadamard", layer] == kinds["rms_norm", layer] == 0
@@ -197,6 +198,22 @@ def test_rotations_take_no_launch_of_their_own_but_codes_with_them() -> None:
     assert [n.op.key for n in fused.nodes].count("hadamard") == 1  # of the embedding's rows
     rotated = [n.op for n in fused.nodes if isinstance(n.op, Rotated)]
     assert all(op.quant for op in rotated) and sum(op.keep for op in rotated) == 3  # layers with a and b
+
+
+def test_products_rotate_their_rows_themselves_and_take_plain_ones_along() -> None:
+    graph, weights = build("bonsai-tiny")
+    fused = fuse(graph, lambda op, types: isinstance(op, Rotated | RotatedLinear))
+    kinds = Counter((node.op.key, node.layer) for node in fused.nodes)
+    for layer in (0, 3):
+        assert kinds["rotated", layer] == 1 and kinds["rotated_linear", layer] == 3  # gated rows have a maker
+    products = [n.op for n in fused.nodes if isinstance(n.op, RotatedLinear)]
+    assert sum(op.straight for op in products) == 2 * 3 and {op.epilogue for op in products} == {
+        "none",
+        "swiglu",
+        "add",
+    }
+    for want, got in zip(*(run(g, weights, [5, 1]) for g in (graph, fused)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_rotations_alone_fuse_to_the_same_bits() -> None:
