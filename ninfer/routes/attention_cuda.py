@@ -312,7 +312,7 @@ FUSED_ATTENTION_CODED = evolve(
     FUSED_ATTENTION,
     name="fused_attention.cuda.split_coded",
     refuse=_fused_coded_refuse,
-    rtol=3e-2,  # a new key or value between two codes may fall to either
+    rtol=5e-3,  # of the cache as it was written; an output between two codes may fall to either
 )
 ATTENTION_WIDE = Route(
     name="attention.cuda.wide",

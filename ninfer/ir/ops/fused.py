@@ -21,7 +21,7 @@ from ninfer.ir.ops.elementwise import SigmoidMul
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import QuantizeRows, packed_types
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta, _seq_arrays, _seq_types
-from ninfer.ir.types import Arrays, Env, S, T, TensorType, Types, f32_array, plain
+from ninfer.ir.types import Array, Arrays, Env, S, T, TensorType, Types, f32_array, plain
 
 
 def _quantised(type: TensorType, group: int) -> Types:
@@ -84,14 +84,21 @@ class FusedAttention(Op):
         return _quantised(out, self.quant)
 
     def reference(self, args: Arrays) -> Arrays:
-        rms, rope, append, attention = self.parts
-        q, k, v, cache, *paging = args[:9]
-        positions, freqs = args[9:11]
+        k, v, cache, *paging = args[1:9]
+        self.parts[2].reference((self._turned(k, args, 1), v, cache, *paging))
+        return self.attended(args)
+
+    def _turned(self, x: Array, args: Arrays, side: int) -> Array:
+        """Queries (side 0) or keys, normed and rotated."""
+        rms, rope, _, _ = self.parts
         if self.norm:
-            (q,), (k,) = (rms.reference((x, w)) for x, w in zip((q, k), args[11:13], strict=True))
-        (q,), (k,) = (rope.reference((x, positions, freqs)) for x in (q, k))
-        append.reference((k, v, cache, *paging))
-        (y,) = attention.reference((q, cache, *paging))
+            (x,) = rms.reference((x, args[11 + side]))
+        return rope.reference((x, *args[9:11]))[0]
+
+    def attended(self, args: Arrays) -> Arrays:
+        """The outputs, of a cache that has the step's keys and values already."""
+        cache, *paging = args[3:9]
+        (y,) = self.parts[3].reference((self._turned(args[0], args, 0), cache, *paging))
         if self.gate:
             (y,) = SigmoidMul().reference((y, args[-1]))
         return QuantizeRows(self.quant).reference((y,)) if self.quant else (y,)
