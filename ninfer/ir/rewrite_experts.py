@@ -4,6 +4,7 @@ pick_experts, expert_glu, expert_sum                                  fused_expe
 glu_rows, linear_add before them (Qwen's shared expert)               beside "joined"
 gelu_mul, linear, joined with them afterwards (Gemma's dense MLP)     beside "own"
 rms_norm, read by these and the router's product only                 norm of both
+join_norms -> linear                                                  join_linear
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ninfer.ir.ops.elementwise import GeluMul, GluRows
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.ops.fused_experts import FusedExperts
 from ninfer.ir.ops.join import JoinNorms
+from ninfer.ir.ops.join_linear import JoinLinear
 from ninfer.ir.ops.linear import Linear, LinearAdd
 from ninfer.ir.ops.norm import RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
@@ -84,3 +86,25 @@ def _beside(r: Rewriter, join: Node) -> None:
             args = (*node.args, *glu.args, product.args[1])
             r.put([glu, product, node], evolve(node.op, beside="own"), args, (own, branch))
             return
+
+
+def joins(r: Rewriter) -> None:
+    """Products of a join's norms that nothing else reads go with it."""
+    for node in list(r.nodes):
+        if isinstance(node.op, JoinNorms):
+            _products(r, node)
+
+
+def _products(r: Rewriter, join: Node) -> None:
+    assert isinstance(join.op, JoinNorms)
+    y, *norms = join.outs
+    readers = [r.only_reader(norm, Linear) for norm in norms]
+    readers = [n if n is not None and n.args[0] is norm else None for n, norm in zip(readers, norms, strict=True)]
+    found = [n for n in readers if n is not None]
+    op = JoinLinear(join.op, tuple(0 if n is None else len(n.args) - 1 for n in readers))
+    args = (*join.args, *(w for n in found for w in n.args[1:]))
+    outs = [y]
+    for norm, n in zip(norms, readers, strict=True):
+        outs += [norm] if n is None else n.outs
+    if found:
+        r.put([join, *found], op, args, outs, first=True)

@@ -27,7 +27,7 @@ from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
-from ninfer.ir.rewrite_experts import experts
+from ninfer.ir.rewrite_experts import experts, joins
 from ninfer.ir.rewrite_rotated import coded_rotations, rotated_products, rotations
 from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
 from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
@@ -41,6 +41,7 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
     r = Rewriter(graph, accepts)
     if codes:
         experts(r)
+        joins(r)
     for node in graph.nodes:
         match node.op:
             case Attention():

@@ -67,7 +67,7 @@ class Second:
         return 32 * self.warps
 
 
-def _even(items: int, most: int) -> int:
+def even(items: int, most: int) -> int:
     """Warps of up to `most`, so that each has as many items as the fullest."""
     return -(-items // -(-items // most))
 
@@ -93,7 +93,7 @@ def _first(op: FusedExperts, types: Types, tuning: Tuning) -> First:
     assert b.tiling is not None
     span = _span(b, tuning["span"])
     spans = -(-b.chunks // span)
-    warps = _even(spans, tuning["warps"])
+    warps = even(spans, tuning["warps"])
     stages = min(2 * -(-spans // warps), max(2, tuning["ring"]))
     stage_bytes, width = span * b.tiling.tile_bytes, b.chunks * b.tiling.columns
     places = _places(warps * stages * stage_bytes, width, b.tiling.m_kind != "", warps * stages)
@@ -115,7 +115,7 @@ def _second(op: FusedExperts, types: Types, tuning: Tuning) -> Second:
         items += -(-dense.chunks // dense_span)
         stage_bytes = max(stage_bytes, dense_span * dense.tiling.tile_bytes)
         sums = sums or dense.tiling.m_kind != ""
-    warps = _even(items, tuning["warps"])
+    warps = even(items, tuning["warps"])
     stages = min(-(-items // warps), max(2, tuning["ring"]))
     places = _places(warps * stages * stage_bytes, op.pick.top_k * width + dense_width, sums, warps * stages)
     return Second(

@@ -26,6 +26,7 @@ from ninfer.ir.ops.fused import FUSED, FusedAttention
 from ninfer.ir.ops.fused_draft import FUSED_DRAFT
 from ninfer.ir.ops.fused_experts import FusedExperts
 from ninfer.ir.ops.fused_rounds import FUSED_ROUNDS
+from ninfer.ir.ops.join_linear import JoinLinear
 from ninfer.ir.ops.journal import JOURNAL_OPS
 from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.packed_act import FusedLinear, QuantizeRows, RmsNormQuant, dequantize
@@ -50,7 +51,7 @@ FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, RotatedLinear, QuantizeRows, RmsNormQuant)
 BLOCKS = (*BLOCK_OPS, *REJECT_OPS)
-MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts)
+MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts, JoinLinear)
 ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *MIXERS, *JOURNAL_OPS, *BLOCKS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt

@@ -1,0 +1,189 @@
+"""A join of branches with the products of its norms, in decode steps of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve, frozen
+
+from ninfer.formats.quant import QuantFormat, align_up
+from ninfer.ir.ops.join_linear import JoinLinear
+from ninfer.ir.types import Env, TensorType, Types
+from ninfer.routes.cuda_layout import TILE_ROWS, layout_of
+from ninfer.routes.experts_cuda import Body, stack_body
+from ninfer.routes.fused_experts_cuda import GA, even
+from ninfer.routes.linear_cuda import RTOL, SHARED_80, SHARED_90
+from ninfer.routes.render import c_float
+from ninfer.routes.route import Geometry, Route, Tuning
+
+MOST_ROWS = 8  # of an accumulator
+MOST_ITEMS = 8  # tiles of a block
+MOST_COLUMNS = 8192
+
+
+@frozen
+class Matrix:
+    """arg, out: C names; norm: index of the one it reads. first: of all tiles; most: rows of a block, of plain ones;
+    vectors: loads of `each` values, of a thread."""
+
+    arg: str
+    out: str
+    n: int
+    norm: int
+    fmt: QuantFormat
+    body: Body
+    first: int = 0
+    codes: int = 0
+    scales: int = 0
+    most: int = 0
+    each: int = 0
+    vectors: int = 0
+    nbytes: int = 0
+    values: int = 0
+    parts: int = 0
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // TILE_ROWS)
+
+    @property
+    def dtype(self) -> str:
+        return self.body.dtype
+
+
+@frozen
+class Norm:
+    """out: C name where it is a result; offsets of its codes, their scales, and its values in shared memory."""
+
+    out: str
+    codes: int | None
+    scales: int | None
+    values: int | None
+
+
+@frozen
+class Places:
+    """Byte offsets in shared memory, which begins with the rings."""
+
+    parts: int
+    bars: int
+    end: int
+
+
+def _size(t: TensorType, axis: int) -> int:
+    n = t.shape[axis]
+    assert isinstance(n, int)
+    return n
+
+
+def _matrices(op: JoinLinear, types: Types) -> list[Matrix]:
+    found, at, out = list[Matrix](), op.num_join, 1
+    for norm, count in enumerate(op.counts):
+        for i in range(count):
+            t = types[at + i]
+            assert t.fmt is not None
+            found.append(Matrix(f"m{at + i}", f"y{out + i}", _size(t, 0), norm, t.fmt, stack_body(t)))
+        at, out = at + count, out + max(count, 1)
+    return found
+
+
+def _context(op: JoinLinear, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
+    rows, k, blocks = env.rows, _size(types[0], 1), tuning["blocks"]
+    matrices = _matrices(op, types)
+    tiled, plain = ([m for m in matrices if (m.body.tiling is not None) == kind] for kind in (True, False))
+    bodies = list({m.body.prefix: m.body for m in tiled}.values())
+    warps = even(max((b.chunks for b in bodies), default=-(-k // 512)), tuning["warps"])
+    threads, kp = 32 * warps, max((_columns(b) for b in bodies), default=k)
+    items = -(-sum(m.tiles for m in tiled) // blocks)
+    stage_bytes = max((-(-b.chunks // warps) * _tile_bytes(b) for b in bodies), default=0)
+    x_stride, at = align_up(kp, 128) + 64, warps * items * stage_bytes
+
+    def place(nbytes: int) -> int:
+        nonlocal at
+        start = align_up(at, 128)
+        at = start + nbytes
+        return start
+
+    norms, out = list[Norm](), 1
+    for i, count in enumerate(op.counts):
+        coded, read = any(m.norm == i for m in tiled), any(m.norm == i for m in plain)
+        codes, scales = (place(rows * x_stride), place(kp // GA * 32)) if coded else (None, None)
+        norms.append(Norm("" if count else f"y{out}", codes, scales, place(4 * rows * k) if read else None))
+        out += max(count, 1)
+    first, laid = 0, list[Matrix]()
+    for m in tiled:
+        laid.append(evolve(m, first=first, codes=norms[m.norm].codes or 0, scales=norms[m.norm].scales or 0))
+        first += m.tiles
+    rowed = []
+    for m in plain:
+        nbytes = m.fmt.dtype.nbytes if m.fmt.dtype else 0
+        each, most = 16 // nbytes, -(-m.n // blocks)
+        m = evolve(m, each=each, most=most, nbytes=nbytes, vectors=-(-k // (each * threads)))
+        rowed.append(evolve(m, values=norms[m.norm].values or 0, parts=place(4 * most * rows * warps)))
+    parts = place(4 * items * warps * rows * TILE_ROWS)
+    bars = place(8 * warps * items)
+    inputs = ["x", "a", "w", *(("b", "v", "outer") if op.join.two else ()), *(("factor",) if op.join.scaled else ())]
+    inputs += [f"u{i}" for i in range(len(op.counts))]
+    names = [f"const f32* {n}" for n in inputs] + [f"const u8* {m.arg}" for m in matrices]
+    return {
+        "T": rows, "K": k, "KP": kp, "warps": warps, "threads": threads, "pieces": -(-kp // (4 * threads)), "ga": GA,
+        "blocks": blocks, "items": items, "stage_bytes": stage_bytes, "x_stride": x_stride, "bulk": tuning["bulk"],
+        "bodies": bodies, "tiled": laid, "plain": rowed, "norms": norms, "join": op.join,
+        "vectors": [n for n in inputs if n not in ("x", "a", "b", "factor")],
+        "plus": f" + {c_float(op.join.offset)}" if op.join.offset else "", "at": Places(parts, bars, at),
+        "parameters": ", ".join([*names, "f32* y", *(f"f32* y{i}" for i in range(1, out))]),
+    }  # fmt: skip
+
+
+def _columns(b: Body) -> int:
+    assert b.tiling is not None
+    return b.chunks * b.tiling.columns
+
+
+def _tile_bytes(b: Body) -> int:
+    assert b.tiling is not None
+    return b.tiling.tile_bytes
+
+
+def _refuse(op: JoinLinear, types: Types) -> str | None:
+    k, matrices = _size(types[0], 1), _matrices(op, types)
+    if k % 8 or k > MOST_COLUMNS:
+        return f"takes rows of up to {MOST_COLUMNS} values, whole vectors of 8, not of {k}"
+    for m in matrices:
+        if layout_of(m.fmt).m_kind:
+            return f"takes formats without minima, not {m.fmt.name}"
+    return None
+
+
+def _fits(op: JoinLinear, types: Types, tuning: Tuning) -> bool:
+    """Whether a block's tiles of all its turns fit shared memory, at a few rows as at one."""
+    c = _context(op, types, Env(MOST_ROWS, 1, 1), tuning)
+    few = all(m.most * m.vectors <= 4 for m in c["plain"]) and c["items"] <= MOST_ITEMS
+    end: int = c["at"].end
+    return few and end <= (SHARED_90 if tuning["bulk"] else SHARED_80) - 1024
+
+
+def _geometry(op: JoinLinear, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    c = _context(op, types, env, tuning)
+    return Geometry((tuning["blocks"], 1, 1), c["threads"], c["at"].end)
+
+
+def routes(units: int) -> tuple[Route[Any], ...]:
+    """tuning: blocks; warps of a block at most; bulk: 1: sm_90's copy engine."""
+    return tuple(
+        Route(
+            name=f"join_linear.{'bulk' if bulk else 'copy'}",
+            op=JoinLinear,
+            device="cuda",
+            template="cuda/join_linear.cu.j2",
+            geometry=_geometry,
+            context=_context,
+            widths=(1, MOST_ROWS),
+            needs=("sm90a",) if bulk else ("sm80",),
+            refuse=_refuse,
+            tunings=tuple({"bulk": bulk, "blocks": n * units, "warps": w} for n, w in ((1, 12), (2, 8), (1, 8))),
+            fits=_fits,
+            rtol=RTOL,
+        )
+        for bulk in (1, 0)
+    )
