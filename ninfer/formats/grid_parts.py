@@ -49,6 +49,11 @@ class GridCode:
         return self.name not in ("iq1_s", "iq1_m")
 
     @property
+    def field(self) -> int:
+        """Bits of an index and of what goes with it: the sign of its values' offset, where they have one."""
+        return self.bits + (not self.has_signs)
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """Different values of the grid, ascending."""
         return tuple(int(v) for v in np.unique(grid(self.name)))

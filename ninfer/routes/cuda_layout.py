@@ -16,11 +16,10 @@ Other codes:
     table of 16   plane "base": u32 i has the places of word 2 i's four codes as nibbles, then those of word 2 i + 1
     table of 4    plane "base": as n = 2, the places;   of 2: bit w of each byte belongs to word w
     e4m3          plane "base": the words themselves
-    grid of 4     a lane's indices of a tile as one stream of bits, word by word, slice by slice, in plane "base", of
-                  which the last bytes are plane "high". Plane "signs": a u32 per slice, a bit per value (`sign_places`)
-    grid of 8     plane "base": the low byte of each index, a byte per word; two lanes share the bytes, the even one has
-                  the first four values. Plane "high": the rest of the indices, and the sign of a point's offset. Plane
-                  "signs" as above
+    grid          the indices of a tile as one stream of bits, word by word, slice by slice, in plane "base", of which the
+                  last bytes are plane "high"; above an index the sign of its values' offset, where they have one. Of grids
+                  of 8 values two lanes share a stream, and the even one has the first four. Plane "signs": a u32 per
+                  slice, a bit per value (`sign_places`)
 Scales are vectors per g: [group][h]. Where a format has a factor per 256 values and small integers per group, both are
 kept. Codes that are not centred (0 .. 2^n - 1) are shifted by `zero`, and the group's minimum grows by zero * d.
 
@@ -107,12 +106,12 @@ class DeviceLayout:
             at += owners * width
 
         if self.grid is not None:
-            owners, high = 128 // self.grid.lanes, self.grid.bits - 8
+            owners, high = 128 // self.grid.lanes, self.grid.field - 8
             plane("base", owners, 8 * slices)
             if self.grid.has_signs:
                 plane("signs", 32, 4 * slices)
             if high:
-                plane("high", owners, slices * (high if self.grid.has_signs else 4))
+                plane("high", owners, slices * high)
         else:
             width = {2: 4, 4: 8, 16: 16}[len(self.table)] if self.table else {2: 8, 3: 8, 8: 32}.get(self.bits, 16)
             plane("base", 32, slices * width)

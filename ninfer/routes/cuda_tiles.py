@@ -204,19 +204,15 @@ def load_codes(tiles: U8Array, tiling: Tiling) -> F32Array:
 def store_grid(tiles: U8Array, parts: GridParts, n: int, tiling: Tiling) -> None:
     code = tiling.grid
     assert code is not None
-    points = _split_points(parts.index.reshape(n, -1), tiling, code.lanes)
-    if code.lanes == 4:
-        _store_stream(tiles, points, tiling)
-        _store_signs(tiles, parts, n, tiling)
-        return
-    tiling.planes["base"].store(tiles, _vectors(points.astype(np.uint8)))
-    high = points >> np.uint16(8)
-    if parts.minus is not None:
-        high |= _split_points(parts.minus.reshape(n, -1).astype(np.uint16), tiling, code.lanes) << np.uint16(3)
+    fields = parts.index if parts.minus is None else parts.index | parts.minus.astype(np.uint16) << np.uint16(code.bits)
+    points = _split_points(fields.reshape(n, -1), tiling, code.lanes)
+    order = np.ascontiguousarray(np.moveaxis(points, 2, 3))  # row tile, tile, owner, slice, word
+    bit = (order.reshape(*order.shape[:3], -1, 1) >> np.arange(code.field, dtype=np.uint16)).astype(np.uint8)
+    stream = np.packbits((bit & np.uint8(1)).reshape(*order.shape[:3], -1), axis=-1, bitorder="little")
+    width = tiling.planes["base"].width
+    tiling.planes["base"].store(tiles, np.ascontiguousarray(stream[..., :width]))
     if "high" in tiling.planes:
-        bits = tiling.planes["high"].width // tiling.slices
-        merged = _merge(high.astype(np.uint32), bits * np.arange(8))
-        tiling.planes["high"].store(tiles, _vectors(merged.astype(f"<u{bits}")))
+        tiling.planes["high"].store(tiles, np.ascontiguousarray(stream[..., width:]))
     if parts.signs is not None:
         _store_signs(tiles, parts, n, tiling)
 
@@ -228,27 +224,6 @@ def _store_signs(tiles: U8Array, parts: GridParts, n: int, tiling: Tiling) -> No
     flat = word.reshape(*word.shape[:4], 32).astype(np.uint32)
     places = sign_places(tiling.grid.lanes).reshape(-1)
     tiling.planes["signs"].store(tiles, _vectors(_merge(flat, places).astype("<u4")))
-
-
-def _store_stream(tiles: U8Array, points: NDArray[np.uint16], tiling: Tiling) -> None:
-    """A lane's indices of a tile one after another, bit by bit from the low one: into "base", the last into "high"."""
-    assert tiling.grid is not None
-    order = np.ascontiguousarray(np.moveaxis(points, 2, 3))  # row tile, tile, lane, slice, word
-    bit = (order.reshape(*order.shape[:3], -1, 1) >> np.arange(tiling.grid.bits, dtype=np.uint16)).astype(np.uint8)
-    stream = np.packbits((bit & np.uint8(1)).reshape(*order.shape[:3], -1), axis=-1, bitorder="little")
-    width = tiling.planes["base"].width
-    tiling.planes["base"].store(tiles, np.ascontiguousarray(stream[..., :width]))
-    if "high" in tiling.planes:
-        tiling.planes["high"].store(tiles, np.ascontiguousarray(stream[..., width:]))
-
-
-def _load_stream(tiles: U8Array, tiling: Tiling) -> NDArray[np.uint32]:
-    """-> [row tile, tile, lane, slice, word]"""
-    assert tiling.grid is not None
-    planes = [tiling.planes[name].load(tiles) for name in ("base", "high") if name in tiling.planes]
-    bit = np.unpackbits(np.concatenate(planes, axis=-1), axis=-1, bitorder="little").astype(np.uint32)
-    fields = bit.reshape(*tiles.shape[:2], 32, tiling.slices, 8, tiling.grid.bits)
-    return _merge(fields, np.arange(tiling.grid.bits))[..., 0]
 
 
 def sign_places(lanes: int) -> NDArray[np.intp]:
@@ -269,17 +244,10 @@ def _split_points(x: NDArray[Any], tiling: Tiling, lanes: int) -> NDArray[Any]:
 def _load_grid(tiles: U8Array, tiling: Tiling, code: GridCode) -> F32Array:
     owners, planes = 8 * (16 // code.lanes), tiling.planes
     lead = (*tiles.shape[:2], owners, tiling.slices)
-    if code.lanes == 4:
-        index = _load_stream(tiles, tiling)
-    else:
-        index = planes["base"].load(tiles).reshape(*lead, 8).astype(np.uint32)
-    minus = np.zeros_like(index)
-    if "high" in planes and code.lanes == 8:
-        bits = planes["high"].width // tiling.slices
-        high = planes["high"].load(tiles).view(f"<u{bits}").reshape(*lead, 1).astype(np.uint32)
-        field = high >> (bits * np.arange(8, dtype=np.uint32)) & np.uint32((1 << bits) - 1)
-        index |= (field & np.uint32(7)) << np.uint32(8)
-        minus = field >> np.uint32(3)
+    stream = np.concatenate([planes[name].load(tiles) for name in ("base", "high") if name in planes], axis=-1)
+    bit = np.unpackbits(stream, axis=-1, bitorder="little").astype(np.uint32)
+    field = _merge(bit.reshape(*lead, 8, code.field), np.arange(code.field))[..., 0]
+    index, minus = field & np.uint32((1 << code.bits) - 1), field >> np.uint32(code.bits)
     words = code.words()[index]
     if code.lanes == 4:
         value = np.ascontiguousarray(words).view(np.int8).reshape(*lead, 8, 4).astype(np.float32)
