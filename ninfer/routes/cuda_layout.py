@@ -16,9 +16,9 @@ Other codes:
     table of 16   plane "base": u32 i has the places of word 2 i's four codes as nibbles, then those of word 2 i + 1
     table of 4    plane "base": as n = 2, the places;   of 2: bit w of each byte belongs to word w
     e4m3          plane "base": the words themselves
-    grid          the indices of a tile as one stream of bits, word by word, slice by slice, in plane "base", of which the
-                  last bytes are plane "high"; above an index the sign of its values' offset, where they have one. Of grids
-                  of 8 values two lanes share a stream, and the even one has the first four. Plane "signs": a u32 per
+    grid          the indices of a tile as one stream of bits, word by word, slice by slice, in plane "base", of which
+                  the last bytes are plane "high"; above it the sign of its values' offset, where they have one. Of
+                  grids of 8 values two lanes share a stream, the even one has the first four. Plane "signs": a u32 per
                   slice, a bit per value (`sign_places`)
 Scales are vectors per g: [group][h]. Where a format has a factor per 256 values and small integers per group, both are
 kept. Codes that are not centred (0 .. 2^n - 1) are shifted by `zero`, and the group's minimum grows by zero * d.

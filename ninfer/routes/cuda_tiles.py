@@ -247,7 +247,8 @@ def _load_grid(tiles: U8Array, tiling: Tiling, code: GridCode) -> F32Array:
     stream = np.concatenate([planes[name].load(tiles) for name in ("base", "high") if name in planes], axis=-1)
     bit = np.unpackbits(stream, axis=-1, bitorder="little").astype(np.uint32)
     field = _merge(bit.reshape(*lead, 8, code.field), np.arange(code.field))[..., 0]
-    index, minus = field & np.uint32((1 << code.bits) - 1), field >> np.uint32(code.bits)
+    index = np.asarray(field & np.uint32((1 << code.bits) - 1))
+    minus = np.asarray(field >> np.uint32(code.bits), np.uint32)
     words = code.words()[index]
     if code.lanes == 4:
         value = np.ascontiguousarray(words).view(np.int8).reshape(*lead, 8, 4).astype(np.float32)
@@ -261,8 +262,8 @@ def _load_grid(tiles: U8Array, tiling: Tiling, code: GridCode) -> F32Array:
     value = value.reshape(*tiles.shape[:2], 32, tiling.slices, 8, 4)
     if code.has_signs:
         signs = planes["signs"].load(tiles).view("<u4").reshape(*tiles.shape[:2], 32, tiling.slices, 1, 1)
-        bit = signs >> sign_places(code.lanes).astype(np.uint32) & np.uint32(1)
-        value = value * (1 - 2 * bit.astype(np.float32))
+        turned = signs >> sign_places(code.lanes).astype(np.uint32) & np.uint32(1)
+        value = value * (1 - 2 * turned.astype(np.float32))
     return join_rows(np.moveaxis(value, 3, 2), tiling).astype(np.float32)
 
 
