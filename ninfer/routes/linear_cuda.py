@@ -217,7 +217,7 @@ def parts_apart(bodies: Sequence[Body], rows: int, ga: int) -> Apart | None:
     """None where there are more rows than columns of an accumulator, or scales of several pieces."""
     tilings = [b.tiling for b in bodies if b.tiling]
     kinds = ("f16", "bf16", "nibble")
-    if not tilings or rows > 8 or any(t.d_kind not in kinds or t.m_kind or t.code == "e4m3" for t in tilings):
+    if not tilings or rows > 8 or any(t.d_kind not in kinds or t.m_kind for t in tilings):
         return None
     step = min(ga, SLICE, *(t.group for t in tilings))
     return None if any(t.group % step for t in tilings) else Apart(step, 1 << (rows - 1).bit_length())
@@ -615,12 +615,14 @@ def _some_fit(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[O
     return refuse
 
 
-def _grids_fit(rows: int, limit: int, tunings: tuple[Tuning, ...]) -> Callable[[Op, Types], str | None]:
+def _some_are(
+    wanted: Callable[[QuantFormat], bool], rows: int, limit: int, tunings: tuple[Tuning, ...]
+) -> Callable[[Op, Types], str | None]:
     fit = _some_fit(rows, limit, tunings)
 
     def refuse(op: Op, types: Types) -> str | None:
-        if not any(t.fmt is not None and t.fmt.is_grid for _, t in operands(op, types).weights):
-            return "is for formats whose codes index a grid"
+        if not any(t.fmt is not None and wanted(t.fmt) for _, t in operands(op, types).weights):
+            return "is for weights in other formats"
         return fit(op, types)
 
     return refuse
@@ -668,19 +670,34 @@ def _stream_route(
     )  # fmt: skip
 
 
-def _grid_routes(op: type[Op], low: int, high: int, units: int) -> tuple[Route[Any], ...]:
-    """Look-ups want many warps, and a copy of the grid for each lane, so that none meet in a bank."""
+def _e4m3_rows(fmt: QuantFormat) -> bool:
+    layout = layout_of(fmt)
+    return layout.code == "e4m3" and layout.group == 0
+
+
+def _own_routes(op: type[Op], low: int, high: int, units: int) -> tuple[Route[Any], ...]:
+    """Of formats whose bytes are not their bound alone. Look-ups want many warps, and a copy of the grid for each lane,
+    so that none meet in a bank; rows of e4m3 much in flight."""
     common = {"split": 8, "late": 2, "bulk": 1, **({"apart": 1} if high <= 8 else {})}
-    one, two = {"blocks": units, "resident": 1, "grid": 64}, {"blocks": 2 * units, "resident": 2, "limit": 112}
-    bulk: list[Tuning] = [{"warps": w, "stages": 3, **one, **common} for w in (20, 17, 24, 12, 10, 8)]
-    bulk += [{"warps": w, "stages": 4, "grid": g, **two, **common} for w in (10, 12, 17, 8) for g in (32, 64)]
+    one, two = {"blocks": units, "resident": 1}, {"blocks": 2 * units, "resident": 2, "limit": 112}
+    grid: list[Tuning] = [{"warps": w, "stages": 3, "grid": 64, **one, **common} for w in (20, 17, 24, 12, 10, 8)]
+    grid += [{"warps": w, "stages": 4, "grid": g, **two, **common} for w in (10, 12, 17, 8) for g in (32, 64)]
+    floats: list[Tuning] = [{"warps": w, "stages": 2, **one, **common} for w in (20, 17, 12, 10, 8)]
+    floats += [{"warps": w, "stages": 3, **two, **common} for w in (10, 12, 8)]
+    floats += [{"warps": w, "stages": 4, **one, **common} for w in (10, 12, 8)]
     copied: list[Tuning] = [
-        {"warps": w, "stages": 2, **one, **common, "grid": 32, "bulk": 0, "limit": 99} for w in (10, 12, 8)
+        {"warps": w, "stages": 2, "grid": 32, **one, **common, "bulk": 0, "limit": 99} for w in (10, 12, 8)
     ]
+    kinds: tuple[tuple[str, str, int, Callable[[QuantFormat], bool], list[Tuning]], ...] = (
+        ("grid", "sm90a", 227, lambda f: f.is_grid, grid),
+        ("lookup", "sm80", 99, lambda f: f.is_grid, copied),
+        ("float8", "sm90a", 227, _e4m3_rows, floats),
+    )
     found = []
-    for name, need, limit, tunings in (("grid", "sm90a", 227, tuple(bulk)), ("lookup", "sm80", 99, tuple(copied))):
-        route = _stream_route(op, low, high, name, need, limit, tunings)
-        found.append(evolve(route, refuse=_grids_fit(high, limit, tunings), fits=_even(high, limit)))
+    for name, need, limit, wanted, tunings in kinds:
+        route = _stream_route(op, low, high, name, need, limit, tuple(tunings))
+        refuse = _some_are(wanted, high, limit, tuple(tunings))
+        found.append(evolve(route, refuse=refuse, fits=_even(high, limit)))
     return tuple(found)
 
 
@@ -760,7 +777,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
     found: list[Route[Any]] = []
     for op in OPS:
         for low, high in WIDTHS:
-            found += _grid_routes(op, low, high, units)
+            found += _own_routes(op, low, high, units)
         for low, high in WIDTHS:
             tunings = _tunings(high, bulk, bulk[2:6])
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))

@@ -92,7 +92,7 @@ def product_trials(widths: Sequence[int], *, every: bool) -> Iterator[Trial]:
             wt, w = cw.matrix(fmt, height(fmt), K)
             case = Case(Linear(), f"{fmt.name}-r{rows}", (xt, wt), (x, w), env)
             found = REGISTRY.candidates(case.op, case.types, env, INFO)
-            names = ("linear.stream", "linear.mma", "linear.grid", "linear.lookup")
+            names = ("linear.stream", "linear.mma", "linear.grid", "linear.lookup", "linear.float8")
             last = {c.route.name: c for c in found if c.route.name.startswith(names)}  # many copies, sixteen columns
             first = {c.route.name: c for c in reversed(found)}
             for candidate in (*first.values(), *(c for c in found if "grid" in c.tuning)) if every else last.values():
@@ -112,8 +112,10 @@ def check_products(trials: Sequence[Trial], sim: SimPrograms) -> None:
 def test_every_format_is_multiplied_by_the_routes_for_few_rows_and_for_many(sim_programs: SimPrograms) -> None:
     trials = list(product_trials([3], every=False))
     names = {(t.case.name, t.candidate.route.name) for t in trials}
-    kinds = ("linear.stream.4", "linear.mma-direct"), ("linear.grid.4", "linear.lookup.4")
-    assert names == {(f"{f.name}-r3", r) for f in TILED for r in (*kinds[0], *(kinds[1] if f.is_grid else ()))}
+    wanted = {(f.name, r) for f in TILED for r in ("linear.stream.4", "linear.mma-direct")}
+    wanted |= {(f.name, r) for f in TILED if f.is_grid for r in ("linear.grid.4", "linear.lookup.4")}
+    wanted |= {(f"fp8_e4m3fn_row_{scale}", "linear.float8.4") for scale in ("bf16", "fp16")}
+    assert names == {(f"{f}-r3", r) for f, r in wanted}
     check_products(trials, sim_programs)
 
 
