@@ -6,6 +6,7 @@
     what rounds of drafts have besides                                    rewrite_rounds.py
     any of these -> linear_add, nothing else reading                      codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
+    what stands before other attention, where values are normed           turn_heads
     experts, from the router's scores to the sum                          fused_experts: rewrite_experts.py
     norm or product -> hadamard -> products                               rotated or within: rewrite_rotated.py
 
@@ -13,6 +14,8 @@ A decode step of a layer is so five launches: projections in, mixer, projection 
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from attrs import evolve
 
@@ -27,6 +30,7 @@ from ninfer.ir.ops.linear import Linear, LinearAdd, LinearSwiglu
 from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
+from ninfer.ir.ops.turn_heads import TurnHeads
 from ninfer.ir.rewrite_experts import experts, joins
 from ninfer.ir.rewrite_rotated import coded_rotations, rotated_products, rotations
 from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
@@ -130,7 +134,18 @@ def _attention(r: Rewriter, node: Node) -> None:
         op, gate, (out,) = evolve(op, gate=True), [mul.args[1]], mul.outs
         old.append(mul)
     args = (q, k, v, cache, *paging, *rope_q.args[1:], *norms, *gate)
-    r.put(old, op, args, (out,))
+    if not r.put(old, op, args, (out,)) and norms:
+        _turned(r, op, [rope_q, rope_k, append, *(n for n in (norm_q, norm_k) if n)], v, args)
+
+
+def _turned(r: Rewriter, fused: FusedAttention, old: list[Node], v: Value, args: Sequence[Value]) -> None:
+    """Where the attention does not do it itself, and values are normed, too."""
+    norm = r.made_by(v, RmsNorm)
+    if norm is None or norm.op != RmsNorm(fused.eps, fused.offset) or norm.args[1].type.shape != (fused.head_dim,):
+        return
+    op = TurnHeads(fused.fmt, fused.kv_heads, fused.head_dim, fused.mscale, fused.eps, fused.offset)
+    q, k, _, *rest = args[:13]
+    r.put([*old, norm], op, (q, k, norm.args[0], *rest, norm.args[1]), old[0].outs)
 
 
 def _delta(r: Rewriter, node: Node) -> None:

@@ -25,6 +25,7 @@ from ninfer.routes import (
     rotated_cuda,
     rounds_cuda,
     sample_cuda,
+    turn_heads_cuda,
     twobit_cuda,
 )
 from ninfer.routes.route import Route
@@ -40,6 +41,7 @@ def cuda_routes(units: int, *, opted: Collection[str] = ()) -> tuple[Route[Any],
         *norm_cuda.ROUTES,
         *rotated_cuda.ROUTES,
         *attention_cuda.ROUTES,
+        *turn_heads_cuda.ROUTES,
         *attention_ring_cuda.ROUTES,
         *embed_cuda.ROUTES,
         *elementwise_cuda.ROUTES,

@@ -34,6 +34,7 @@ from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.reject import REJECT_OPS
 from ninfer.ir.ops.rotated_linear import RotatedLinear
 from ninfer.ir.ops.sample import Sample
+from ninfer.ir.ops.turn_heads import TurnHeads
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
 from ninfer.ir.types import B, Env, M, P, S, Sym, T, TensorType, plain
 from ninfer.routes.cuda import cuda_routes
@@ -51,7 +52,7 @@ FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, RotatedLinear, QuantizeRows, RmsNormQuant)
 BLOCKS = (*BLOCK_OPS, *REJECT_OPS)
-MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts, JoinLinear)
+MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts, JoinLinear, TurnHeads)
 ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *MIXERS, *JOURNAL_OPS, *BLOCKS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt
@@ -264,7 +265,9 @@ def _compare_codes(trial: Trial, codes: Pair, scales: Pair, what: str) -> float:
 
 def _compare(trial: Trial, got: NDArray[Any], want: NDArray[Any], what: str) -> float:
     case, route = trial.case, trial.candidate.route
-    if isinstance(case.op, FusedAttention) and want.dtype == np.uint8:  # keys are rounded to the cache's type
+    if (
+        isinstance(case.op, FusedAttention | TurnHeads) and want.dtype == np.uint8
+    ):  # keys are rounded to the cache's type
         op = case.op
         if not op.fmt.is_plain:  # sums in another order: a value between two codes may fall to either
             changed, wrong = int(np.count_nonzero(want != case.arrays[3])), int(np.count_nonzero(got != want))

@@ -14,14 +14,14 @@ from ninfer.devices.cuda_sim import SIM_FEATURES, run_kernel, sim_info
 from ninfer.formats.dtypes import bf16_to_f32, f32_to_bf16
 from ninfer.formats.quant import Packed
 from ninfer.ir.step import HEADER
-from ninfer.routes import linear_cuda
+from ninfer.routes import join_cuda, linear_cuda
 from ninfer.routes.cuda_layout import layout_of
 from ninfer.routes.render import Renderer
 from ninfer.routes.route import Geometry, RouteRegistry
 from tests.cuda import parity
 
 UNITS = 5
-REGISTRY = RouteRegistry(linear_cuda.routes(UNITS))
+REGISTRY = RouteRegistry((*join_cuda.routes(UNITS), *linear_cuda.routes(UNITS)))
 # As a real GPU, so that routes around library products are offered.
 INFO = DeviceInfo("cuda", "simulated", "simulated", SIM_FEATURES | {"sm90a"}, "sim", UNITS, 1 << 34)
 RENDERER = Renderer(sim_info(UNITS))
