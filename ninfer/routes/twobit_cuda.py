@@ -79,9 +79,9 @@ def _riders(op: Op, types: Types, blocks: int) -> Riders | None:
 
 
 def context(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
-    """tuning: warps, stages of span tiles (fewer where shared memory is short), blocks, bulk (1: sm_90's copy engine),
-    resident (blocks per multiprocessor that the registers allow for), limit (KiB of shared memory), batch (tiles whose
-    sums are joined at a time), split (parts along K of what equal shares leave)."""
+    """tuning: warps, stages of span tiles along K and tall ones along rows (fewer stages where shared memory is short),
+    blocks, bulk (1: sm_90's copy engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB
+    of shared memory), split (parts along K of what equal shares leave)."""
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
         found = _context(op, types, env, tuning, stages)
@@ -92,12 +92,13 @@ def context(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
 
 def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict[str, Any]:
     o, straight = operands(op, types), _straight(op, types)
-    rows, warps, span = rows_of(o, env), tuning["warps"], tuning.get("span", 1)
+    rows, warps, span, tall = rows_of(o, env), tuning["warps"], tuning.get("span", 1), tuning.get("tall", 1)
     padded = 1 << (rows - 1).bit_length()
     (b,) = make_bodies(o, warps, span, tuning["blocks"], SLICE, tuning.get("split", 1), straight)
-    b = evolve(b, prefix=f"{b.prefix}_{b.tiling.groups if b.tiling else 0}")
     assert b.tiling is not None
-    batch, halves, threads = tuning.get("batch", 8), 2 if rows <= 2 else 1, 32 * warps
+    b = evolve(b, prefix=f"{b.prefix}_{b.tiling.groups}", stage_bytes=tall * b.stage_bytes)
+    assert b.tiling is not None
+    batch, halves, threads = 8 // tall * tall, 2 if rows <= 2 else 1, 32 * warps
     riders = _riders(op, types, b.blocks)
     kept = TILE_ROWS * b.most_tiles if o.residual is not None else 0
     holds = -(-kept * rows // threads)
@@ -115,10 +116,10 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
         at += align_up(nbytes, 128)
     n_out = o.weights[0][1].shape[0]
     return {
-        "T": rows, "TP": padded, "K": o.k, "N": n_out, "warps": warps, "stages": stages, "b": b, "batch": batch,
-        "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "halves": halves, "kept": kept,
-        "holds": holds, "blocks": b.blocks, "tickets": b.left, "at": {**offsets, "end": at}, "x_stride": x_stride,
-        "riders": riders, "rider_pieces": -(-o.k // 4 // threads),
+        "T": rows, "TP": padded, "K": o.k, "N": n_out, "warps": warps, "stages": stages, "b": b,
+        "batch": batch, "tall": tall, "halves": halves, "kept": kept, "resident": tuning.get("resident", 1),
+        "bulk": tuning.get("bulk", 0), "holds": holds, "blocks": b.blocks, "tickets": b.left,
+        "at": {**offsets, "end": at}, "x_stride": x_stride, "riders": riders, "rider_pieces": -(-o.k // 4 // threads),
         "per_lane": (-(-b.chunks // warps) * b.tiling.columns + 511) // 512, "x": "a0", "x_scale": "a1", "x_codes": o.k,
         "turn": op.block if isinstance(op, RotatedLinear) else 0,
         "signs": f"a{1 + (o.norm is not None)}", "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
@@ -186,12 +187,14 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {**one, "warps": 20, "stages": 4},
         {**one, "warps": 17, "stages": 4, "span": 2},
         {**one, "warps": 24, "stages": 4},
+        {**one, "warps": 20, "stages": 4, "tall": 2},
+        {**one, "warps": 20, "stages": 8},
+        {**one, "warps": 17, "stages": 3, "tall": 3},
+        {**one, "warps": 24, "stages": 2, "tall": 3},
         {**one, "warps": 17, "stages": 4, "span": 2, "split": 8},
         {**one, "warps": 24, "stages": 4, "split": 8},
         {**two, "warps": 10, "stages": 4, "span": 2},
         {**two, "warps": 12, "stages": 4, "span": 2},
-        {**two, "warps": 12, "stages": 4, "span": 2, "split": 8},
-        {**two, "warps": 8, "stages": 5, "span": 2},
     )
     copies = {"warps": 8, "stages": 4, "span": 2, "bulk": 0, "blocks": units, "resident": 1, "limit": 99}
     found = []
