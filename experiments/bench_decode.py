@@ -217,13 +217,13 @@ def compare(device: CudaDevice, executable: CudaExecutable, plans: dict[str, Pla
         other.free()
 
 
-def plans_with(key: str, graph: Graph, plain: Graph, selector: Selector, env: Env) -> dict[str, Plan]:
-    """Plans with each candidate of an op, and one of the graph that is not fused."""
+def plans_with(routes: list[str], graph: Graph, plain: Graph, selector: Selector, env: Env) -> dict[str, Plan]:
+    """Plans with each candidate whose name begins so, and one of the graph that is not fused."""
     renderer = Renderer(selector.info)
     plans = {"not fused": Lowering(selector, renderer).lower(plain, env)}
     for node in graph.nodes:
-        if node.op.key == key:
-            for c in selector.registry.candidates(node.op, tuple(a.type for a in node.args), env, selector.info):
+        for c in selector.registry.candidates(node.op, tuple(a.type for a in node.args), env, selector.info):
+            if c.id.startswith(tuple(routes)):
                 forced = Forced(selector.registry, selector.info, selector.profile, wanted=c.id)
                 plans[c.id] = plans.get(c.id) or Lowering(forced, renderer).lower(graph, env)
     return plans
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="bf16")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each point")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
-    parser.add_argument("--compare", metavar="OP", help="time the step with each candidate of an op")
+    parser.add_argument("--compare", metavar="ROUTE", nargs="+", help="time the step with each candidate of such names")
     parser.add_argument("--plain", action="store_true", help="without the fusions of a decode plan")
     parser.add_argument("--woven", type=json.loads, help='woven kernels, with fields of the Weaver: e.g. {"flying": 3}')
     parser.add_argument("--stages", action="store_true", help="when the stages of woven kernels begin and end")
