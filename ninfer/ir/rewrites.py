@@ -15,8 +15,6 @@ A decode step of a layer is so five launches: projections in, mixer, projection 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from attrs import evolve
 
 from ninfer.ir.graph import Graph, Kind, Node, Value
@@ -127,6 +125,11 @@ def _attention(r: Rewriter, node: Node) -> None:
             norms = [norm_q.args[1], norm_k.args[1]]
             q, k = norm_q.args[0], norm_k.args[0]
             old += [norm_q, norm_k]
+            norm_v = r.made_by(v, RmsNorm)
+            if norm_v is not None and norm_v.op == norm_k.op and norm_v.args[1].type == norm_k.args[1].type:
+                op, v = evolve(op, norm_v=True), norm_v.args[0]
+                norms.append(norm_v.args[1])
+                old.append(norm_v)
     (out,) = node.outs
     gate = list[Value]()
     mul = r.only_reader(out, SigmoidMul)
@@ -134,18 +137,10 @@ def _attention(r: Rewriter, node: Node) -> None:
         op, gate, (out,) = evolve(op, gate=True), [mul.args[1]], mul.outs
         old.append(mul)
     args = (q, k, v, cache, *paging, *rope_q.args[1:], *norms, *gate)
-    if not r.put(old, op, args, (out,)) and norms:
-        _turned(r, op, [rope_q, rope_k, append, *(n for n in (norm_q, norm_k) if n)], v, args)
-
-
-def _turned(r: Rewriter, fused: FusedAttention, old: list[Node], v: Value, args: Sequence[Value]) -> None:
-    """Where the attention does not do it itself, and values are normed, too."""
-    norm = r.made_by(v, RmsNorm)
-    if norm is None or norm.op != RmsNorm(fused.eps, fused.offset) or norm.args[1].type.shape != (fused.head_dim,):
-        return
-    op = TurnHeads(fused.fmt, fused.kv_heads, fused.head_dim, fused.mscale, fused.eps, fused.offset)
-    q, k, _, *rest = args[:13]
-    r.put([*old, norm], op, (q, k, norm.args[0], *rest, norm.args[1]), old[0].outs)
+    if not r.put(old, op, args, (out,)) and op.norm_v:  # the attention does not do it itself
+        turn = TurnHeads(op.fmt, op.kv_heads, op.head_dim, op.mscale, op.eps, op.offset)
+        before = [n for n in old if n is not node and not isinstance(n.op, SigmoidMul)]
+        r.put(before, turn, args[:14], rope_q.outs)
 
 
 def _delta(r: Rewriter, node: Node) -> None:

@@ -184,6 +184,7 @@ def _fused_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -
     parameters = [*(f"const f32* {n}" for n in ("q", "k_in", "v_in")), "u8* cache", *(f"const i32* {n}" for n in ints)]
     parameters += ["const f32* __restrict__ freqs"]
     parameters += [f"const f32* __restrict__ {n}" for n in ("q_norm", "k_norm") if op.norm]
+    parameters += ["const f32* __restrict__ v_norm"] if op.norm_v else []
     parameters += ["const f32* gate"] if op.gate else []
     parameters += ["u8* y", "f32* y_scale"] if op.quant else ["f32* y"]
     return {

@@ -63,3 +63,18 @@ def test_a_rotated_models_step_has_few_launches() -> None:
         assert keys.count("rotated") == keys.count("fused_linear") == rotated
         assert keys.count("rotated_linear") == 4 * 64 + 1 - rotated
         assert keys.count("linear") == (0 if rows == 1 else 48)
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [("synthetic:qwen3.5-35b-a3b", 6 * 40), ("synthetic:gemma4-26b-a4b", 6 * 30 + 5 + 1)]
+)
+def test_a_layer_with_experts_is_six_launches(model: str, most: int) -> None:
+    """Gemma's five full layers turn their heads in a launch of its own, and the last join has no product."""
+    info = DeviceInfo("cuda", "sm_90a", "sm_90a", features_of("sm_90a"), "sm_90a", 132, 1 << 37)
+    registry = RouteRegistry(cuda_routes(info.units))
+    backend = Backend(device=Paper(info), registry=registry, free_bytes=None)  # type: ignore[arg-type]
+    env = Env(rows=1, logit_rows=1, seqs=1, slots=1, pages=1024, max_pages=128)
+    lowering = Lowering(Selector(registry, info, DeviceProfile("sm_90a")), Renderer(info))
+    plan = lowering.lower(backend.graph(graph_of(model), env), env)
+    assert len([x for x in plan.launches if x.layer is not None]) <= most
+    assert not [x.route for x in plan.launches if ".exact" in x.route or ".simple" in x.route]

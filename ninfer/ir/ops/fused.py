@@ -37,8 +37,8 @@ class FusedAttention(Op):
     """Norm and rotation of q and k, k and v appended to the cache, attention, times sigmoid(gate), quantised.
 
     q: [T, Hq*D]; k, v: [T, G*D]; cache, page_table, row_seq, row_start, seq_slot, kv_len as in KvAppend; positions
-    [T]; freqs [F]; if `norm`: q_norm, k_norm [D]; if `gate`: [T, Hq*D] -> [T, Hq*D], or if quant > 0 its codes and d
-    in groups of `quant` values.
+    [T]; freqs [F]; if `norm`: q_norm, k_norm [D], and v_norm [D] if norm_v: v is normed, too; if `gate`:
+    [T, Hq*D] -> [T, Hq*D], or if quant > 0 its codes and d in groups of `quant` values.
     """
 
     fmt: KVFormat
@@ -53,6 +53,7 @@ class FusedAttention(Op):
     offset: float = 0.0
     gate: bool = False
     quant: int = 0
+    norm_v: bool = False
     mutates: ClassVar[tuple[int, ...]] = (3,)
 
     @property
@@ -66,13 +67,15 @@ class FusedAttention(Op):
 
     def infer(self, args: Types) -> Types:
         rms, rope, append, attention = self.parts
-        count = 11 + 2 * self.norm + self.gate
+        require(self, self.norm or not self.norm_v, "values are normed where keys are")
+        norms = (2 + self.norm_v) * self.norm
+        count = 11 + norms + self.gate
         require(self, len(args) == count, f"takes {count} arguments, not {len(args)}")
         q, k, v, cache, *paging = args[:9]
         positions, freqs = args[9:11]
         require(self, self.quant == 0 or self.head_dim % self.quant == 0, f"groups of {self.quant} cut heads")
         if self.norm:
-            for x, w in zip((q, k), args[11:13], strict=True):
+            for x, w in zip((q, k, v)[:norms], args[11 : 11 + norms], strict=True):
                 require(self, w.shape == (self.head_dim,), f"norm weight is {w}, heads have {self.head_dim} values")
                 rms.infer((x, w))
         for x in (q, k):
@@ -85,6 +88,8 @@ class FusedAttention(Op):
 
     def reference(self, args: Arrays) -> Arrays:
         k, v, cache, *paging = args[1:9]
+        if self.norm_v:
+            (v,) = self.parts[0].reference((v, args[13]))
         self.parts[2].reference((self._turned(k, args, 1), v, cache, *paging))
         return self.attended(args)
 
@@ -115,20 +120,23 @@ class FusedAttention(Op):
                 (256, 8, 2, True, True, 32, None),
                 (64, 9, 3, False, False, 64, None),
                 (128, 4, 2, True, False, 0, 40),
+                (64, 4, 2, True, False, 0, -1),  # no window, values normed
             ):
                 if not fmt.is_plain and gate and not quant:
                     continue
-                op = cls(fmt, heads, kv_heads, d, d**-0.5, window, 1.0, norm, 1e-5, 1.0, gate, quant)
+                norm_v, window = window == -1, None if window == -1 else window
+                op = cls(fmt, heads, kv_heads, d, d**-0.5, window, 1.0, norm, 1e-5, 1.0, gate, quant, norm_v)
                 case = _paged_case(fmt, heads=heads, kv_heads=kv_heads, d=d)
                 n, f = case.rows, d // 4
                 typed = [cw.rows(T, n, w * d, seed=i) for i, w in enumerate((heads, kv_heads, kv_heads))]
                 typed += list(zip(case.types, case.arrays, strict=True))
                 typed += [cw.ints(T, [130, 62, 63, 64, 65, 66, 0, 1, 2])]
                 typed += [(TensorType((f,)), (1e4 ** -(np.arange(f) / f)).astype(np.float32))]
-                typed += [cw.vector(d, seed=i) for i in (4, 5)] if norm else []
+                typed += [cw.vector(d, seed=i) for i in (4, 5, 7)[: 2 + norm_v]] if norm else []
                 typed += [cw.rows(T, n, heads * d, seed=6)] if gate else []
                 types, arrays = tuple(t for t, _ in typed), tuple(a for _, a in typed)
-                name = f"{fmt.name}-d{d}-h{heads}{'-norm' * norm}{'-gate' * gate}{f'-q{quant}' if quant else ''}"
+                name = f"{fmt.name}-d{d}-h{heads}{'-norm' * norm}{'-values' * norm_v}{'-gate' * gate}"
+                name += f"-q{quant}" if quant else ""
                 # as attention; keys that are rounded to the cache's type may fall to the neighbour
                 yield Case(op, name, types, arrays, case.env, rtol=3e-3, atol=3e-3)
 
