@@ -4,7 +4,7 @@
     rms_norm, rope, kv_append, attention, sigmoid_mul                     fused_attention
     causal_conv_silu, gated_delta, gated_rms_norm                         fused_delta
     what rounds of drafts have besides                                    rewrite_rounds.py
-    any of these -> linear_add, nothing else reading                      codes between them: quant, packed
+    any of these -> linear, linear_add, nothing else reading              codes between them: quant, packed
     linear_add -> fused_linear(norm)                                      codes of weighed values, squares: weigh
     what stands before other attention, where values are normed           turn_heads
     experts, from the router's scores to the sum                          fused_experts: rewrite_experts.py
@@ -57,7 +57,7 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
         if isinstance(node.op, Linear | LinearSwiglu):
             _normed(r, node)
     for node in list(r.nodes):
-        if codes and isinstance(node.op, LinearAdd):
+        if codes and isinstance(node.op, LinearAdd | Linear):
             _packed(r, node)
     for node in list(r.nodes):
         if codes and isinstance(node.op, FusedLinear) and node.op.norm and not node.op.packed:
@@ -174,8 +174,8 @@ def _normed(r: Rewriter, node: Node) -> None:
 
 
 def _packed(r: Rewriter, node: Node) -> None:
-    """The producer of a linear_add's x gives codes, which the product takes as they are."""
-    x, w, residual = node.args
+    """The producer of a product's x gives codes, which the product takes as they are."""
+    x, *rest = node.args
     for kind in (FusedAttention, FusedDelta, FusedDeltaPeek, FusedDeltaRecord, FusedLinear):
         maker = r.made_by(x, kind)
         if maker is None:
@@ -184,10 +184,11 @@ def _packed(r: Rewriter, node: Node) -> None:
         n = x.type.shape[1]
         if not isinstance(n, int) or n % GROUP or maker.op.quant:
             return
-        op, product = evolve(maker.op, quant=GROUP), FusedLinear(packed=GROUP, epilogue="add")
+        epilogue = "add" if isinstance(node.op, LinearAdd) else "none"
+        op, product = evolve(maker.op, quant=GROUP), FusedLinear(packed=GROUP, epilogue=epilogue)
         types = op.infer(tuple(a.type for a in maker.args))
         outs = [Value(f"{x.name}.{part}", t, Kind.NODE, x.layer) for part, t in zip(("codes", "d"), types, strict=True)]
-        args = (*outs, w, residual)
+        args = (*outs, *rest)
         if r.accepts(product, tuple(a.type for a in args)) and r.put([maker], op, maker.args, outs):
             r.put([node], product, args, node.outs)
         return
