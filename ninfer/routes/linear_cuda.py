@@ -635,7 +635,7 @@ def _even(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
 
     def accept(op: Op, types: Types, tuning: Tuning) -> bool:
         chunks, warps = _least(op, types, rows, tuning)["bodies"][0].chunks, tuning["warps"]
-        return fits(op, types, tuning) and (warps == 8 or chunks / warps > 0.85 * -(-chunks // warps))
+        return fits(op, types, tuning) and (warps == 8 or chunks / warps > 0.88 * -(-chunks // warps))
 
     return accept
 
@@ -681,9 +681,12 @@ def _own_routes(op: type[Op], low: int, high: int, units: int) -> tuple[Route[An
     common = {"split": 8, "late": 2, "bulk": 1, **({"apart": 1} if high <= 8 else {})}
     one, two = {"blocks": units, "resident": 1}, {"blocks": 2 * units, "resident": 2, "limit": 112}
     grid: list[Tuning] = [{"warps": w, "stages": 3, "grid": 64, **one, **common} for w in (20, 17, 24, 12, 10, 8)]
-    grid += [{"warps": w, "stages": 4, "grid": g, **two, **common} for w in (10, 12, 17, 8) for g in (32, 64)]
+    grid += [{"warps": w, "stages": 2, "span": 2, "grid": 64, **one, **common} for w in (17, 12, 10)]
+    grid += [{"warps": w, "stages": 2, "span": 2, "grid": 32, **two, "limit": 113, **common} for w in (10, 12)]
+    grid += [{"warps": w, "stages": 2, "grid": 64, **two, **common} for w in (10, 8)]
+    grid += [{"warps": w, "stages": 3, "grid": 32, **two, **common} for w in (10, 12, 9, 8)]
     floats: list[Tuning] = [{"warps": w, "stages": 2, **one, **common} for w in (20, 17, 12, 10, 8)]
-    floats += [{"warps": w, "stages": 3, **two, **common} for w in (10, 12, 8)]
+    floats += [{"warps": w, "stages": 3, **two, **common} for w in (10, 12, 9, 8)]
     floats += [{"warps": w, "stages": 4, **one, **common} for w in (10, 12, 8)]
     copied: list[Tuning] = [
         {"warps": w, "stages": 2, "grid": 32, **one, **common, "bulk": 0, "limit": 99} for w in (10, 12, 8)
