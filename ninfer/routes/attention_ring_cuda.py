@@ -1,6 +1,6 @@
 """Attention of few rows on a GPU by way of a ring in shared memory.
 
-Caches of 16 bits, and those whose keys are integers in units of their scale and whose values are nibbles.
+Caches of 16 bits, and those whose keys and values are integers in units of their scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from ninfer.formats import kv_codes as codes
-from ninfer.formats.kv import INT4_VALUES, KVFormat
+from ninfer.formats.kv import INT4_VALUES, INT8_VALUES, KVFormat
 from ninfer.ir.ops.attention import Attention
 from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.types import Env, Types
@@ -22,6 +22,7 @@ from ninfer.routes.route import Geometry, Route, Tuning
 KEYS = (codes.INT8, codes.LLOYD4, codes.E8_SNAP)
 SLACK = 4  # weights are at most 2 to this power; times a scale of values they are f16
 STEP = 16  # tokens
+_WORDS = {2: "u16", 4: "u32", 8: "uint2", 16: "uint4"}
 
 
 @frozen
@@ -64,8 +65,8 @@ def _ring_context(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> M
         "columns": chosen.columns,
         "stages": chosen.stages,
         "slack": SLACK,
-        "scale_word": {64: "u16", 128: "u32", 256: "uint2"}[op.head_dim],
-        "v_scale_word": {64: "u32", 128: "uint2", 256: "uint4"}[op.head_dim],
+        "scale_word": _WORDS.get(op.fmt.k.scale_bytes(op.head_dim)),  # a token's scales of keys, of values
+        "v_scale_word": _WORDS.get(op.fmt.v.scale_bytes(op.head_dim)),
         "resident": max(1, 8 // tuning["warps"]),
     }
 
@@ -78,18 +79,18 @@ def _fused_context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -
     return {**split.FUSED_ATTENTION.context(op, types, env, tuning), **_ring_context(op, env, tuning)}
 
 
-def _not_nibbles(fmt: KVFormat) -> str | None:
-    if fmt.k.code in KEYS and fmt.v is INT4_VALUES:
+def _not_integers(fmt: KVFormat) -> str | None:
+    if fmt.k.code in KEYS and fmt.v in (INT4_VALUES, INT8_VALUES):
         return None
-    return f"reads caches of integer keys and nibbles as values; {fmt.name} has others"
+    return f"reads caches of integer keys and values; {fmt.name} has others"
 
 
 def _coded_refuse(op: Attention, types: Types) -> str | None:
-    return split.split_refusal(op.fmt, op.head_dim) or _not_nibbles(op.fmt)
+    return split.split_refusal(op.fmt, op.head_dim) or _not_integers(op.fmt)
 
 
 def _fused_coded_refuse(op: FusedAttention, types: Types) -> str | None:
-    return split.FUSED_ATTENTION.refuse(evolve(op, fmt=split.F16_CACHE), types) or _not_nibbles(op.fmt)
+    return split.FUSED_ATTENTION.refuse(evolve(op, fmt=split.F16_CACHE), types) or _not_integers(op.fmt)
 
 
 TUNINGS: tuple[Tuning, ...] = tuple(
