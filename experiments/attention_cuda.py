@@ -59,7 +59,7 @@ def variants(gpu: Gpu, fmt: KVFormat, pages: int, limit: int) -> list[Variant]:
     op, types = operands(fmt)
     env = Env(rows=1, logit_rows=1, seqs=1, slots=1, pages=pages, max_pages=pages)
     out = []
-    for route in (*attention_cuda.ROUTES, *attention_ring_cuda.ROUTES):
+    for route in (*attention_cuda.ROUTES, *attention_ring_cuda.CODED, *attention_ring_cuda.PLAIN):
         if route.op is not FusedAttention or route.refuse(op, types):
             continue
         for tuning in route.tunings[:limit]:

@@ -93,10 +93,8 @@ def _fused_coded_refuse(op: FusedAttention, types: Types) -> str | None:
     return split.FUSED_ATTENTION.refuse(evolve(op, fmt=split.F16_CACHE), types) or _not_integers(op.fmt)
 
 
-TUNINGS: tuple[Tuning, ...] = tuple(
-    {"warps": warps, "splits": splits, "stages": stages, "limit": limit}
-    for warps, splits, stages, limit in ((4, 66, 3, 99), (4, 33, 3, 99), (8, 33, 3, 227))
-)
+TUNINGS: tuple[Tuning, ...] = tuple({"warps": 4, "splits": splits, "stages": 3, "limit": 99} for splits in (66, 33))
+LARGE_TUNINGS: tuple[Tuning, ...] = ({"warps": 8, "splits": 33, "stages": 3, "limit": 227},)
 PLAIN_TUNINGS: tuple[Tuning, ...] = (
     {"warps": 4, "splits": 33, "stages": 3, "limit": 227},
     {"warps": 2, "splits": 66, "stages": 3, "limit": 113},
@@ -138,4 +136,11 @@ FUSED_ATTENTION_CODED = evolve(
     rtol=split.FUSED_ATTENTION_CODED.rtol,
 )
 
-ROUTES: tuple[Route[Any], ...] = (FUSED_ATTENTION, FUSED_ATTENTION_CODED, ATTENTION, ATTENTION_CODED)
+# where shared memory holds the rings of eight warps
+_LARGE = tuple(
+    evolve(r, name=f"{r.name}_large", needs=("sm90",), tunings=LARGE_TUNINGS)
+    for r in (FUSED_ATTENTION_CODED, ATTENTION_CODED)
+)
+
+CODED: tuple[Route[Any], ...] = (*_LARGE, FUSED_ATTENTION_CODED, ATTENTION_CODED)
+PLAIN: tuple[Route[Any], ...] = (FUSED_ATTENTION, ATTENTION)
