@@ -774,6 +774,15 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             (8, 3, 3, {**third, "split": 4}),
         )
     ]
+    # found in the whole step of one row: few warps and little memory, so that the next kernel's blocks fit beside them,
+    # or two tiles at a time
+    beside: tuple[Tuning, ...] = (
+        {"warps": 4, "stages": 6, "blocks": 5 * units, "bulk": 1, "limit": 30, "resident": 4},
+        {"warps": 6, "stages": 8, "blocks": 2 * units, "bulk": 1, "limit": 60, "late": 0, "span": 2, "resident": 2},
+        {"warps": 20, "stages": 3, "blocks": units, "bulk": 1, "limit": 72, "resident": 1},
+        {"warps": 14, "stages": 4, "blocks": units, "bulk": 0, "limit": 150, "late": 1, "split": 8, "apart": 1,
+         "span": 2, "resident": 1},
+    )  # fmt: skip
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
     copies = [small, large, {**small, "late": 1, "split": 8}]
@@ -783,6 +792,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             found += _own_routes(op, low, high, units)
         for low, high in WIDTHS:
             tunings = _tunings(high, bulk, bulk[2:6])
+            if op is FusedLinear and high == 1:
+                tunings += beside
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
         for low, high in WIDTHS:
             tunings = _tunings(high, copies, copies[2:])
