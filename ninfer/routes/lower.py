@@ -70,14 +70,26 @@ class Part:
     suffix: str = ""
 
 
+@frozen
+class Kernels:
+    """Of a node: its workspace, and for each launch the source, the library call, the geometry."""
+
+    workspace: int
+    kernels: tuple[tuple[Source | None, tuple[str, dict[str, object]] | None, Geometry], ...]
+
+
 @define
 class Lowering:
-    """Lowers graphs for one device. Rendered sources are memoised across plans.   weaver: joins launches of few rows"""
+    """Lowers graphs for one device. Rendered sources and geometries are memoised across plans.
+
+    weaver: joins launches of few rows
+    """
 
     selector: Selector
     renderer: Renderer
     weaver: Weaver | None = None
     _sources: dict[object, Source] = field(factory=dict)
+    _kernels: dict[object, Kernels] = field(factory=dict)
 
     def lower(self, graph: Graph, env: Env) -> Plan:
         """Raises NoRoute where no route of the device accepts a node."""
@@ -169,26 +181,33 @@ class Lowering:
 
         if candidate is None:
             return [launch("reference", None, None, Geometry())]
-        route, tuning, op = candidate.route, candidate.tuning, node.op
-        workspace = route.workspace(op, types, env, tuning)
-        if workspace:
-            block = arena.take(workspace)
+        kernels = self._kernels_of(candidate, node, types, env)
+        if kernels.workspace:
+            block = arena.take(kernels.workspace)
             args.append(BufferRef(Place.ARENA, offset=block[0]))
+        launches = [launch(candidate.id, *kernel) for kernel in kernels.kernels]
+        if kernels.workspace:
+            arena.give(*block)
+        return launches
+
+    def _kernels_of(self, candidate: Candidate, node: Node, types: Types, env: Env) -> Kernels:
+        key = (candidate.id, node.op, types, env)
+        if key in self._kernels:
+            return self._kernels[key]
+        route, tuning, op = candidate.route, candidate.tuning, node.op
         stages = [
             (route.template, route.geometry, None),
             *((s.template, s.geometry, s.library) for s in route.then),
         ]
-        launches = []
+        kernels: list[tuple[Source | None, tuple[str, dict[str, object]] | None, Geometry]] = []
         for template, geometry, library in stages:
             if library is not None:
-                context = dict(route.context(op, types, env, tuning))
-                launches.append(launch(candidate.id, None, (library, context), Geometry()))
+                kernels.append((None, (library, dict(route.context(op, types, env, tuning))), Geometry()))
             else:
                 source = self._render(candidate, node, types, env, template)
-                launches.append(launch(candidate.id, source, None, geometry(op, types, env, tuning)))
-        if workspace:
-            arena.give(*block)
-        return launches
+                kernels.append((source, None, geometry(op, types, env, tuning)))
+        made = Kernels(route.workspace(op, types, env, tuning), tuple(kernels))
+        return self._kernels.setdefault(key, made)
 
     def _render(self, candidate: Candidate, node: Node, types: Types, env: Env, template: str) -> Source:
         # CPU kernels read every count from the header; others may be specialised to the Env.

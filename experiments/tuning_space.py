@@ -1,0 +1,142 @@
+"""Candidates of a step's ops for a random search: those of the registry, and ones with a few values changed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from attrs import define, field, frozen
+
+from ninfer.devices.base import Source
+from ninfer.devices.plan import BufferRef, Place, Plan
+from ninfer.errors import NinferError
+from ninfer.ir.graph import Graph, Node
+from ninfer.ir.op import Op
+from ninfer.ir.types import Env, Types
+from ninfer.routes.lower import Arena, Lowering
+from ninfer.routes.profile import op_key
+from ninfer.routes.render import Renderer
+from ninfer.routes.route import Candidate
+from ninfer.routes.select import Selector
+
+SHARED = 227 << 10  # of a block, at most
+ABSENT = -1  # a value that leaves the key out
+# Beside the values in the tunings of the op's routes. Keys that a route does not read give sources that are known.
+SPACE: Mapping[str, tuple[int, ...]] = {
+    "warps": (2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 17, 20, 24),
+    "stages": (2, 3, 4, 5, 6, 8, 12),
+    "span": (1, 2, 3, 4, 5),
+    "tall": (1, 2, 3, 4),
+    "limit": (24, 30, 36, 44, 54, 72, 100, 112, 150, 200, 227),
+    "late": (ABSENT, 0, 1, 2, 4),
+    "split": (1, 2, 4, 8),
+    "apart": (0, 1),
+    "bulk": (0, 1),
+    "resident": (1, 2, 3, 4),
+}
+
+
+@define
+class Chosen(Selector):
+    """table: candidates by op key, before all others."""
+
+    table: dict[str, Candidate] = field(factory=dict)
+
+    def choose(self, op: Op, types: Types, env: Env) -> Candidate | None:
+        return self.table.get(op_key(op, types)) or super().choose(op, types, env)
+
+
+@frozen
+class Trial:
+    key: str
+    candidate: Candidate
+    sources: tuple[Source, ...]
+
+
+@define
+class Search:
+    """What is tried next. best: the winner of each kind of op; a kind: nodes of equal op and types."""
+
+    graph: Graph
+    env: Env
+    selector: Chosen
+    random: random.Random
+    wanted: Sequence[str] = ()
+    kinds: dict[str, tuple[Node, tuple[Candidate, ...]]] = field(factory=dict)
+    best: dict[str, Candidate] = field(factory=dict)
+    first: dict[str, Candidate] = field(factory=dict)
+    _lock: threading.Lock = field(factory=threading.Lock)
+    _lowering: Lowering = field(init=False)
+    _seen: set[object] = field(factory=set)
+    _listed: Iterator[tuple[str, Candidate]] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._lowering = Lowering(self.selector, Renderer(self.selector.info))
+        for node in self.graph.nodes:
+            types = tuple(a.type for a in node.args)
+            key = op_key(node.op, types)
+            found = self.selector.registry.candidates(node.op, types, self.env, self.selector.info)
+            if key in self.kinds or len(found) < 2 or not any(w in key for w in self.wanted or ("",)):
+                continue
+            chosen = self.selector.choose(node.op, types, self.env)
+            assert chosen is not None
+            self.kinds[key], self.best[key], self.first[key] = (node, found), chosen, chosen
+        listed = [(key, c) for key, (_, found) in self.kinds.items() for c in found]
+        self.random.shuffle(listed)
+        self._listed = iter(listed)
+
+    def plan(self, table: Mapping[str, Candidate]) -> Plan:
+        with self._lock:
+            self.selector.table = dict(table)
+            return self._lowering.lower(self.graph, self.env)
+
+    def propose(self) -> Trial | None:
+        """A candidate for one kind of op. None: this one is known, or fits no block."""
+        listed = next(self._listed, None)
+        key = listed[0] if listed else self.random.choice(list(self.kinds))
+        candidate = listed[1] if listed else self._changed(key)
+        node, _ = self.kinds[key]
+        types = tuple(v.type for v in (*node.args, *node.outs))
+        args = [BufferRef(Place.ARENA)] * len(types)
+        try:
+            if not candidate.route.fits(node.op, types[: len(node.args)], candidate.tuning):
+                return None
+            with self._lock:
+                launches = self._lowering.launches(node, types, self.env, candidate, args, Arena())
+        except (ArithmeticError, AssertionError, LookupError, ValueError, NinferError):  # not a tuning of this route
+            return None
+        known = (key, tuple((x.source, x.geometry, str(x.library)) for x in launches))
+        if known in self._seen or any(x.geometry.shared > SHARED or x.geometry.block > 1024 for x in launches):
+            return None
+        self._seen.add(known)
+        return Trial(key, candidate, tuple(x.source for x in launches if x.source))
+
+    def _changed(self, key: str) -> Candidate:
+        node, found = self.kinds[key]
+        now = self.best[key] if self.random.random() < 0.85 else self.random.choice(found)
+        tuning = dict(now.tuning)
+        values = self._values(node, found)
+        for name in self.random.sample(list(values), k=min(len(values), self.random.choice((1, 1, 2, 2, 3, 4)))):
+            value = self.random.choice(values[name])
+            tuning.pop(name, None)
+            if value != ABSENT:
+                tuning[name] = value
+        return Candidate(now.route, tuning)
+
+    def _values(self, node: Node, found: Sequence[Candidate]) -> dict[str, list[int]]:
+        """For each key of the tunings of the op's routes."""
+        values: dict[str, set[int]] = {}
+        for c in found:
+            for name, value in c.tuning.items():
+                values.setdefault(name, set(SPACE.get(name, ()))).add(value)
+        if "stages" in values:
+            for name in SPACE:
+                values.setdefault(name, set(SPACE[name]))
+        if "blocks" in values:
+            units = self.selector.info.units
+            heights = [t.shape[0] for t in (a.type for a in node.args) if t.fmt is not None]
+            tiles = {h // step for h in heights if isinstance(h, int) for step in (16, 32, 48, 64, 128)}
+            values["blocks"] |= {units * n // 2 for n in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
+            values["blocks"] |= {n for n in tiles if units // 2 <= n <= 10 * units}
+        return {name: sorted(v) for name, v in values.items() if len(v) > 1}
