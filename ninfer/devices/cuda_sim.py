@@ -28,7 +28,7 @@ from ninfer.ir.types import Array, Env, TensorType
 _SHIM = Path(__file__).resolve().parent.parent / "templates" / "sim" / "cuda_shim.hpp"
 _ONE_AT_A_TIME = Lock()  # the simulation's own state is static
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-fno-math-errno",
-          "-fno-trapping-math", "-w")  # fmt: skip
+          "-fno-trapping-math", "-fsanitize=alignment", "-w")  # fmt: skip
 
 # By format: bytes as stored and shape -> bytes as kernels read them.
 Layout = Callable[[QuantFormat], Callable[[U8Array, Sequence[int]], U8Array]]

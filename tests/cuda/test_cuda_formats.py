@@ -119,6 +119,17 @@ def test_every_format_is_multiplied_by_the_routes_for_few_rows_and_for_many(sim_
     check_products(trials, sim_programs)
 
 
+def test_scales_of_a_single_part_are_read_where_they_lie(sim_programs: SimPrograms) -> None:
+    """Tiles of one slice, whose part of K has one scale for one row: an odd tile's is no pair's beginning."""
+    trials = []
+    for name in ("fp8_e4m3fn_row_bf16", "q4_g64"):
+        (xt, x), (wt, w) = cw.rows(T, 1, 5 * 64), cw.matrix(by_name(name), 48, 5 * 64)
+        case = Case(Linear(), name, (xt, wt), (x, w), Env(1, 1, 1))
+        found = REGISTRY.candidates(case.op, case.types, case.env, INFO)
+        trials.append(Trial(case, next(c for c in found if c.tuning.get("apart")), case.env))
+    check_products(trials, sim_programs)
+
+
 @pytest.mark.slow
 def test_every_format_is_multiplied_by_every_route(sim_programs: SimPrograms) -> None:
     check_products(list(product_trials([1, 9, 40], every=True)), sim_programs)

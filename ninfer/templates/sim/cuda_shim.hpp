@@ -3,8 +3,7 @@
 // A fiber runs until it reaches a barrier or a warp collective and then hands over to the next one, in thread order or
 // (order = 1) in reverse, so that a missing barrier shows as two different results. Shared memory is filled with 0xff
 // before each block, asynchronous copies land only when they are waited for, a collective that its lanes enter with
-// different operations and a block that cannot go on are errors. Alignment of vector accesses is checked where the
-// wrappers of the prelude are used. Races inside a warp, occupancy and speed are not modelled.
+// different operations, a block that cannot go on and an access that is not aligned to its type are errors. Races inside a warp, occupancy and speed are not modelled.
 #pragma once
 #define NI_SIM 1
 #include <cmath>
@@ -107,6 +106,17 @@ static inline void note_failure(const char* what) {
     to_scheduler();
     __builtin_unreachable();
 }
+
+}  // namespace sim
+
+// What -fsanitize=alignment calls: a GPU stops at an access that is not aligned to its type, where a CPU goes on.
+extern "C" __attribute__((weak, visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(void* where, void*) {
+    char what[64];
+    std::snprintf(what, sizeof what, "line %u: a misaligned access", ((const unsigned*)where)[2]);
+    sim::fail(what);
+}
+
+namespace sim {
 
 #if defined(__x86_64__)
 extern "C" void ni_sim_switch(void** save, void* load);
