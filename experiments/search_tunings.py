@@ -3,9 +3,9 @@
     python experiments/search_tunings.py synthetic:qwen3.5-27b --rows 1 --ops fused_linear --seconds 120 --json out.json
 
 A kernel's fastest tuning in a chain of its own is often not the fastest between its neighbours, with which it shares
-the multiprocessors by dependent launch. So a trial changes one kind of op only, a candidate of the registry's or the
-present one with a few values changed, and times whole steps. What seems faster is timed in turns with the present
-winner, and replaces it if it stays so. Kernels of the next trials are compiled by processes while these are timed.
+the multiprocessors by dependent launch. So a trial changes one kind of op, or a few alike, to a candidate of the
+registry's or the present one with a few values changed, and times whole steps. What seems faster is timed in turns with
+the present winner, and replaces it if it stays so. Kernels of the next trials are compiled by processes meanwhile.
 
 In the end each winner is taken back on its own, which says what it is worth; `same` is whether a step from empty states
 draws the token that the first plan drew. Winners that no route lists are to be added to its tunings.
@@ -137,17 +137,19 @@ def run(search: Search, bench: Bench, seconds: float, size: int) -> list[dict[st
             for trial in trials:
                 if time.monotonic() >= end:
                     break
-                executable = bench.bind(search.plan({**search.best, trial.key: trial.candidate}))
+                executable = bench.bind(search.plan({**search.best, **trial.table}))
                 if executable is None:
                     continue
                 took, won = bench.seconds(executable), False
                 if took < 1.004 * best_s:
                     won = bench.ratio(executable, best) < 0.9985
                     best_s = bench.seconds(best)
-                log.append({"op": trial.key, "candidate": trial.candidate.id, "ms": round(took * 1e3, 4), "won": won})
+                changed = {key: c.id for key, c in trial.table.items()}
+                log.append({"changed": changed, "ms": round(took * 1e3, 4), "won": won})
                 if won:
-                    search.best = {**search.best, trial.key: trial.candidate}
-                    print(f"  {took * 1e3:.4f} ms  {trial.key}  {trial.candidate.id}", flush=True)
+                    search.best = {**search.best, **trial.table}
+                    for key, candidate in changed.items():
+                        print(f"  {took * 1e3:.4f} ms  {key}  {candidate}", flush=True)
                     executable, best = best, executable
                     best_s = bench.seconds(best)
                 if executable is not bench.executable:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from attrs import define, field, frozen
 
 from ninfer.devices.base import Source
-from ninfer.devices.plan import BufferRef, Place, Plan
+from ninfer.devices.plan import BufferRef, Launch, Place, Plan
 from ninfer.errors import NinferError
 from ninfer.ir.graph import Graph, Node
 from ninfer.ir.op import Op
@@ -49,8 +49,9 @@ class Chosen(Selector):
 
 @frozen
 class Trial:
-    key: str
-    candidate: Candidate
+    """table: the candidates that it changes, by op key."""
+
+    table: Mapping[str, Candidate]
     sources: tuple[Source, ...]
 
 
@@ -69,7 +70,7 @@ class Search:
     _lock: threading.Lock = field(factory=threading.Lock)
     _lowering: Lowering = field(init=False)
     _seen: set[object] = field(factory=set)
-    _listed: Iterator[tuple[str, Candidate]] = field(init=False)
+    _listed: Iterator[dict[str, Candidate]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._lowering = Lowering(self.selector, Renderer(self.selector.info))
@@ -82,9 +83,20 @@ class Search:
             chosen = self.selector.choose(node.op, types, self.env)
             assert chosen is not None
             self.kinds[key], self.best[key], self.first[key] = (node, found), chosen, chosen
-        listed = [(key, c) for key, (_, found) in self.kinds.items() for c in found]
-        self.random.shuffle(listed)
-        self._listed = iter(listed)
+        self._listed = iter(self._tables())
+
+    def _tables(self) -> list[dict[str, Candidate]]:
+        """Each listed tuning for all ops that have it, since small blocks win only beside small ones; then for one."""
+        one, all_of = list[dict[str, Candidate]](), dict[str, dict[str, Candidate]]()
+        for key, (_, found) in self.kinds.items():
+            for c in found:
+                one.append({key: c})
+                if c.tuning:
+                    all_of.setdefault(str(sorted(c.tuning.items())), {}).setdefault(key, c)
+        together = [table for table in all_of.values() if len(table) > 1]
+        self.random.shuffle(one)
+        self.random.shuffle(together)
+        return together + one
 
     def plan(self, table: Mapping[str, Candidate]) -> Plan:
         with self._lock:
@@ -92,37 +104,49 @@ class Search:
             return self._lowering.lower(self.graph, self.env)
 
     def propose(self) -> Trial | None:
-        """A candidate for one kind of op. None: this one is known, or fits no block."""
-        listed = next(self._listed, None)
-        key = listed[0] if listed else self.random.choice(list(self.kinds))
-        candidate = listed[1] if listed else self._changed(key)
+        """Candidates for one kind of op or several. None: they are known, or fit no block."""
+        table = next(self._listed, None) or self._changed()
+        known, sources = list[object](), list[Source]()
+        for key, candidate in table.items():
+            launches = self._launches(key, candidate)
+            if not launches or any(x.geometry.shared > SHARED or x.geometry.block > 1024 for x in launches):
+                return None
+            known += [key, *((x.source, x.geometry, str(x.library)) for x in launches)]
+            sources += [x.source for x in launches if x.source]
+        if tuple(known) in self._seen:
+            return None
+        self._seen.add(tuple(known))
+        return Trial(table, tuple(sources))
+
+    def _launches(self, key: str, candidate: Candidate) -> list[Launch]:
+        """Of one op, its operands nowhere; none if this is no tuning of the route."""
         node, _ = self.kinds[key]
         types = tuple(v.type for v in (*node.args, *node.outs))
         args = [BufferRef(Place.ARENA)] * len(types)
         try:
             if not candidate.route.fits(node.op, types[: len(node.args)], candidate.tuning):
-                return None
+                return []
             with self._lock:
-                launches = self._lowering.launches(node, types, self.env, candidate, args, Arena())
-        except (ArithmeticError, AssertionError, LookupError, ValueError, NinferError):  # not a tuning of this route
-            return None
-        known = (key, tuple((x.source, x.geometry, str(x.library)) for x in launches))
-        if known in self._seen or any(x.geometry.shared > SHARED or x.geometry.block > 1024 for x in launches):
-            return None
-        self._seen.add(known)
-        return Trial(key, candidate, tuple(x.source for x in launches if x.source))
+                return self._lowering.launches(node, types, self.env, candidate, args, Arena())
+        except (ArithmeticError, AssertionError, LookupError, ValueError, NinferError):
+            return []
 
-    def _changed(self, key: str) -> Candidate:
+    def _changed(self) -> dict[str, Candidate]:
+        """Mostly one op, sometimes all that have a like tuning, with the same new values."""
+        key = self.random.choice(list(self.kinds))
         node, found = self.kinds[key]
         now = self.best[key] if self.random.random() < 0.85 else self.random.choice(found)
-        tuning = dict(now.tuning)
         values = self._values(node, found)
-        for name in self.random.sample(list(values), k=min(len(values), self.random.choice((1, 1, 2, 2, 3, 4)))):
-            value = self.random.choice(values[name])
-            tuning.pop(name, None)
-            if value != ABSENT:
-                tuning[name] = value
-        return Candidate(now.route, tuning)
+        if not values:
+            return {key: self.random.choice(found)}
+        names = self.random.sample(list(values), k=min(len(values), self.random.choice((1, 1, 2, 2, 3, 4))))
+        changes = {name: self.random.choice(values[name]) for name in names}
+        keys = [key]
+        if self.random.random() < 0.2:
+            keys = [k for k, c in self.best.items() if set(names) <= {*c.tuning, *SPACE} and "stages" in c.tuning] or [
+                key
+            ]
+        return {k: _with(now if k == key else self.best[k], changes) for k in keys}
 
     def _values(self, node: Node, found: Sequence[Candidate]) -> dict[str, list[int]]:
         """For each key of the tunings of the op's routes."""
@@ -140,3 +164,8 @@ class Search:
             values["blocks"] |= {units * n // 2 for n in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
             values["blocks"] |= {n for n in tiles if units // 2 <= n <= 10 * units}
         return {name: sorted(v) for name, v in values.items() if len(v) > 1}
+
+
+def _with(candidate: Candidate, changes: Mapping[str, int]) -> Candidate:
+    tuning = {**candidate.tuning, **changes}
+    return Candidate(candidate.route, {name: value for name, value in tuning.items() if value != ABSENT})

@@ -24,21 +24,22 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_each_trial_changes_one_kind_of_op(script: Any) -> None:
+def test_trials_change_the_ops_that_they_name(script: Any) -> None:
     args = script.arguments().parse_args(["synthetic:bonsai-tiny", "--ops", "linear", "--seed", "3"])
     search, _ = script.search_of(args, INFO)
     assert search.kinds and all("linear" in key for key in search.kinds)
     plain = search.plan(search.best)
     trials = script.batch(search, None, 40)
-    assert len({(t.key, t.candidate.id) for t in trials}) == len(trials) == 40
+    assert len(trials) == 40 and any(len(t.table) > 1 for t in trials)
     for trial in trials[::8]:
-        plan = search.plan({**search.best, trial.key: trial.candidate})
+        plan = search.plan({**search.best, **trial.table})
         changed = {a.types for a, b in zip(plain.launches, plan.launches, strict=True) if a.source != b.source}
-        assert len(changed) <= 1
+        assert len(changed) <= len(trial.table)
         assert {s.entry for s in trial.sources} <= {s.entry for s in plan.sources}
 
 
 def test_a_seed_gives_the_same_trials(script: Any) -> None:
     args = script.arguments().parse_args(["synthetic:llama-tiny", "--rows", "4", "--seed", "5"])
     first, again = (script.batch(script.search_of(args, INFO)[0], None, 20) for _ in range(2))
-    assert [(t.key, t.candidate.id) for t in first] == [(t.key, t.candidate.id) for t in again]
+    names = [[{key: c.id for key, c in t.table.items()} for t in trials] for trials in (first, again)]
+    assert names[0] == names[1]
