@@ -2,8 +2,8 @@
 
     python experiments/bench_prefill.py synthetic:qwen3.5-27b --format q4_g64/q5_g64 --prompt 8192 --prefill-chunk 2048
 
-The roofline is two operations for every weight of a matrix that a token meets, over the rate that the library reaches
-on bf16 matrices of 8192 x 8192 x 8192 in the same run (no roofline on a processor).
+The roofline is two operations for every weight of a matrix that a token meets (of experts those that it picks), over
+the rate that the library reaches on bf16 matrices of 8192 x 8192 x 8192 in the same run (no roofline on a processor).
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ import ceilings
 
 from ninfer.config import EngineConfig
 from ninfer.devices.cuda import CudaDevice, CudaExecutable
+from ninfer.ir.graph import Graph, Value
+from ninfer.ir.ops.experts import ExpertGlu, ExpertSum
 from ninfer.runtime.batch import Draw, SeqRows
 from ninfer.runtime.load import load, open_model
 from ninfer.runtime.request import Sampling
 from ninfer.runtime.runner import CompiledRunner
 
 
-def matrix_values(config: EngineConfig) -> int:
-    """Weights that every token of a prompt is multiplied with: all matrices but the embedding and the head."""
-    model = open_model(config, tokenizer_needed=False)
-    graph = model.graph("sample")
+def matrix_values(graph: Graph) -> int:
+    """Weights that a token of a prompt is multiplied with: all matrices but the embedding and the head, and of a stack
+    of experts the share that a token picks."""
     heads = {a for n in graph.nodes for a in n.args if n.op.key == "embed" or str(n.args[0].type).startswith("f32[L")}
-    return sum(
-        int(v.type.shape[0]) * int(v.type.shape[1])
-        for v in graph.weights if v.type.fmt is not None and v not in heads
-    )  # fmt: skip
+    num, values = dict[Value, int](), 0
+    for node in graph.nodes:
+        if isinstance(node.op, ExpertGlu | ExpertSum):
+            places = node.args[2 if isinstance(node.op, ExpertGlu) else 3].type.shape[0]
+            assert isinstance(places, int)
+            num.update((a, places // node.op.top_k) for a in node.args if a.type.fmt is not None)
+    for v in graph.weights:
+        if v.type.fmt is not None and v not in heads:
+            n, k = v.type.shape
+            assert isinstance(n, int) and isinstance(k, int)
+            values += n * k // num.get(v, 1)
+    return values
 
 
 def gemm_rate(device: CudaDevice) -> float:
@@ -57,17 +66,13 @@ def prefill(runner: CompiledRunner, length: int, chunk: int, draw: Draw) -> floa
 
 
 def parts(executable: CudaExecutable) -> list[tuple[float, int, str]]:
-    """Where a full chunk's time goes: (milliseconds, launches, what) of each kind of launch on its own."""
-    kinds: dict[str, set[int]] = {}
-    for i, x in enumerate(executable.plan.launches):
+    """Where a full chunk's time goes: (milliseconds, launches, what) of each kind of launch within whole steps."""
+    kinds: dict[str, list[float]] = {}
+    for x, seconds in zip(executable.plan.launches, executable.time_each(3), strict=True):
         what = x.source.entry.rsplit("_", 1)[0] if x.source is not None else str(x.library[0]) if x.library else ""
         weights = " ".join(str(t) for t in x.types if t.fmt is not None)
-        kinds.setdefault(f"{x.op.key} {what} {weights}", set()).add(i)
-    rows = []
-    for what, chosen in kinds.items():
-        seconds = executable.time_calls(lambda i, x, chosen=chosen: i in chosen, 3)  # type: ignore[misc]
-        rows.append((round(seconds * 1e3, 3), len(chosen), what))
-    return sorted(rows, reverse=True)
+        kinds.setdefault(f"{x.op.key} {what} {weights}", []).append(seconds)
+    return sorted(((round(sum(s) * 1e3, 3), len(s), what) for what, s in kinds.items()), reverse=True)
 
 
 def main() -> None:
@@ -89,7 +94,7 @@ def main() -> None:
         prefill_chunk=args.prefill_chunk, max_context=max(args.prompt) + 64, device_profile_path=args.profile,
         prefill_activations=args.prefill_activations,
     )  # fmt: skip
-    values = matrix_values(config)
+    values = matrix_values(open_model(config, tokenizer_needed=False).graph("sample"))
     loaded = load(config, lambda label, text: print(f"{label:9} {text}", flush=True))
     runner = loaded.runner
     assert isinstance(runner, CompiledRunner)

@@ -9,9 +9,11 @@ Modules are loaded and shared memory is granted before anything is captured.
 from __future__ import annotations
 
 import ctypes
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -779,18 +781,23 @@ class CudaExecutable:
         end.synchronize()
         return float(cuda.get_elapsed_time(start, end)) / 1e3 / repeat
 
-    def time_calls(self, wanted: Callable[[int, Launch], bool], repeat: int) -> float:
-        """Seconds of some of the launches one after another, uncaptured: for plans with library calls."""
+    def time_each(self, repeat: int) -> list[float]:
+        """Seconds of each launch within whole steps, uncaptured: the median of `repeat` steps. A step before them keeps
+        the device busy, so that it does not wait for the host; launches do not overlap their neighbours."""
         cuda, stream = self.device.cupy.cuda, self.device.stream
-        calls = [c for i, (x, c) in enumerate(zip(self.plan.launches, self._calls, strict=True)) if wanted(i, x)]
-        start, end = cuda.Event(), cuda.Event()
-        start.record(stream)
+        for call in self._calls:
+            call()
+        steps = []
         for _ in range(repeat):
-            for call in calls:
+            events = [cuda.Event() for _ in range(len(self._calls) + 1)]
+            events[0].record(stream)
+            for call, event in zip(self._calls, events[1:], strict=True):
                 call()
-        end.record(stream)
-        end.synchronize()
-        return float(cuda.get_elapsed_time(start, end)) / 1e3 / repeat
+                event.record(stream)
+            steps.append(events)
+        stream.synchronize()
+        times = [[cuda.get_elapsed_time(a, b) / 1e3 for a, b in pairwise(events)] for events in steps]
+        return [statistics.median(each) for each in zip(*times, strict=True)]
 
     def host_seconds(self, repeat: int) -> float:
         """What starting a step costs the host, without the wait."""
