@@ -81,7 +81,8 @@ def _riders(op: Op, types: Types, blocks: int) -> Riders | None:
 def context(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     """tuning: warps, stages of span tiles along K and tall ones along rows (fewer stages where shared memory is short),
     blocks, bulk (1: sm_90's copy engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB
-    of shared memory), split (parts along K of what equal shares leave)."""
+    of shared memory), split (parts along K of what equal shares leave), stamps (1: blocks note the times of their
+    phases)."""
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
         found = _context(op, types, env, tuning, stages)
@@ -114,14 +115,18 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
     ):  # fmt: skip
         offsets[name] = at
         at += align_up(nbytes, 128)
+    turn = op.block if isinstance(op, RotatedLinear) else 0
+    # each warp needs the columns only that it rotates: blocks of a row, halves of them or quarters
+    own = not turn or (rows <= 2 and b.chunks % warps == 0 and b.chunks // warps * b.tiling.columns == min(turn, 512))
     n_out = o.weights[0][1].shape[0]
     return {
         "T": rows, "TP": padded, "K": o.k, "N": n_out, "warps": warps, "stages": stages, "b": b,
         "batch": batch, "tall": tall, "halves": halves, "kept": kept, "resident": tuning.get("resident", 1),
-        "bulk": tuning.get("bulk", 0), "holds": holds, "blocks": b.blocks, "tickets": b.left,
+        "bulk": tuning.get("bulk", 0), "stamps": tuning.get("stamps", 0), "holds": holds,
+        "blocks": b.blocks, "tickets": b.left,
         "at": {**offsets, "end": at}, "x_stride": x_stride, "riders": riders, "rider_pieces": -(-o.k // 4 // threads),
         "per_lane": (-(-b.chunks // warps) * b.tiling.columns + 511) // 512, "x": "a0", "x_scale": "a1", "x_codes": o.k,
-        "turn": op.block if isinstance(op, RotatedLinear) else 0,
+        "turn": turn, "own": own,
         "signs": f"a{1 + (o.norm is not None)}", "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
         "offset": o.offset, "residual": "" if o.residual is None else f"a{o.residual}", "swiglu": o.swiglu, "quant": 0,
         **weighing(o), "parameters": parameter_names(o, types),
@@ -200,7 +205,10 @@ def routes(units: int) -> tuple[Route[Any], ...]:
     found = []
     for op in (RotatedLinear, FusedLinear):
         for low, high in WIDTHS:
-            found.append(_route(op, low, high, "twobit", "sm90a", SHARED_90 >> 10, tunings))
+            # a row's products of long and middling K: three tiles at a time, in whole steps 3.68 ms become 3.53
+            first = ({**one, "warps": 24, "stages": 2, "tall": 3},) if high == 1 else ()
+            some = (*first, *(t for t in tunings if t not in first))
+            found.append(_route(op, low, high, "twobit", "sm90a", SHARED_90 >> 10, some))
             found.append(_route(op, low, high, "twobit-stream", "sm80", SHARED_80 >> 10, (copies,)))
     return tuple(found)
 

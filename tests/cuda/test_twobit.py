@@ -41,12 +41,16 @@ def packed_cases() -> Iterator[Case]:
 
 
 def trials() -> Iterator[Trial]:
-    """Of two cases all tunings, also those that leave warps without columns; of others the first."""
+    """Of two cases all tunings, also those that leave warps without columns; of others the first. Of a few, warps that
+    multiply just the columns that they rotate."""
     for case in (*RotatedLinear.cases(), *packed_cases()):
         for route in dict.fromkeys(c.route for c in REGISTRY.candidates(case.op, case.types, case.env, INFO)):
             several = case.name.startswith(("t2_g128-add-r1", "norm-straight-b1024"))
             for tuning in route.tunings if several else route.tunings[:1]:
                 yield Trial(case, Candidate(route, tuning), case.env)
+            if "b1024-r1" in case.name:
+                own: dict[str, int] = {**route.tunings[0], "warps": 4, "span": 2, "stages": 3, "split": 4}
+                yield Trial(case, Candidate(route, own), case.env)
 
 
 TRIALS = list(trials())
