@@ -64,6 +64,7 @@ class Body:
     cuts_at: int = 0  # floats before this body's sums of cuts
     grid_bytes: int = 0  # that the copies of a grid may take
     dynamic: bool = False  # whether these begin the block's dynamic shared memory
+    compact: int = 0  # chunks that a warp of a block has room for, where blocks hold activations of their cuts alone
 
     @property
     def units(self) -> int:
@@ -77,6 +78,11 @@ class Body:
     def left(self) -> int:
         """Units that several blocks share."""
         return self.units - self.whole * self.blocks if self.parts > 1 else 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether every unit is cut along K."""
+        return self.parts > 1 and self.whole == 0
 
     @property
     def most_tiles(self) -> int:
@@ -344,8 +350,11 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     if plain and riders is None:
         bodies = make_bodies(o, warps, span, blocks, ga, split)
     bodies = tuple(_with_grid(b, bodies, tuning.get("grid", 8) << 10) for b in bodies)
+    if len(bodies) == 1 and bodies[0].cut and bodies[0].tiling and o.packed and bodies[0].tiling.columns % ga == 0:
+        bodies = (evolve(bodies[0], compact=-(-(-(-bodies[0].chunks // warps)) // bodies[0].parts)),)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
-    kp = max([b.tiling.num_tiles * b.tiling.columns for b in bodies if b.tiling] + [b.padded for b in bodies])
+    room = [b.compact * warps or b.tiling.num_tiles for b in bodies if b.tiling]
+    kp = max([n * b.tiling.columns for n, b in zip(room, bodies) if b.tiling] + [b.padded for b in bodies])
     x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
     apart = parts_apart(bodies, rows, ga) if tuning.get("apart") else None
@@ -783,6 +792,12 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {"warps": 14, "stages": 4, "blocks": units, "bulk": 0, "limit": 150, "late": 1, "split": 8, "apart": 1,
          "span": 2, "resident": 1},
     )  # fmt: skip
+    # a block for a part of K of each group of outputs
+    cuts: tuple[Tuning, ...] = tuple(
+        {"warps": w, "stages": s, "blocks": n * units, "bulk": 1, "limit": 225 // n, "late": late, "split": 8,
+         "apart": 1, "resident": n}
+        for w, s, n, late in ((8, 4, 2, 0), (6, 4, 3, 0), (4, 4, 4, 0), (5, 3, 4, 1))
+    )  # fmt: skip
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
     copies = [small, large, {**small, "late": 1, "split": 8}]
@@ -794,6 +809,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             tunings = _tunings(high, bulk, bulk[2:6])
             if op is FusedLinear and high == 1:
                 tunings += beside
+            if op is FusedLinear and high <= 8:
+                tunings += cuts
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
         for low, high in WIDTHS:
             tunings = _tunings(high, copies, copies[2:])
