@@ -34,6 +34,7 @@ SPACE: Mapping[str, tuple[int, ...]] = {
     "apart": (0, 1),
     "bulk": (0, 1),
     "resident": (1, 2, 3, 4),
+    "early": (ABSENT, 1, 2, 3, 4, 6),
 }
 
 

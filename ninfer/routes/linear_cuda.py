@@ -325,7 +325,8 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
     blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
     its own are on their way), grid (KiB that copies of a grid may take in shared memory), apart (1: an
-    accumulator's columns keep parts of K apart).
+    accumulator's columns keep parts of K apart), early (stages that a warp fills before the wait; the others once it has
+    asked for its activations, which else come behind them; absent: all).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -393,6 +394,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
         "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "apart": apart, "x_stride": x_stride,
+        "early": min(tuning.get("early", 0), stages) if o.packed and all(b.tiling for b in bodies) else 0,
         "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,

@@ -46,7 +46,7 @@ def trials() -> Iterator[Trial]:
         units = 3 if case.name.startswith("weigh") else 6
         # all units cut, in parts that do not divide the warps' chunks, with blocks to spare; and some cut, others whole
         for blocks in (3 * units + 1, 2 * units, units - 1):
-            for more in ({}, {"apart": 0}) if blocks == 2 * units else ({},):
+            for more in ({}, {"apart": 0, "early": 1}) if blocks == 2 * units else ({"early": 1},):
                 tuning = {**CUT, "blocks": blocks, **more}
                 yield Trial(case, Candidate(route, tuning), evolve(case.env, rows=high))
 
