@@ -7,6 +7,7 @@ keep them, at the price of more instructions per weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from typing import Any
 
 from attrs import evolve, frozen
@@ -325,8 +326,8 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     the next kernel may start; absent: it may at once), split (parts along K of what equal shares leave), stamps (1:
     blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
     its own are on their way), grid (KiB that copies of a grid may take in shared memory), apart (1: an
-    accumulator's columns keep parts of K apart), early (stages that a warp fills before the wait; the others once it has
-    asked for its activations, which else come behind them; absent: all).
+    accumulator's columns keep parts of K apart), early (stages that a warp fills before the wait; the others once it
+    has asked for its activations, which else come behind them; absent: all).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -352,10 +353,10 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         bodies = make_bodies(o, warps, span, blocks, ga, split)
     bodies = tuple(_with_grid(b, bodies, tuning.get("grid", 8) << 10) for b in bodies)
     if len(bodies) == 1 and bodies[0].cut and bodies[0].tiling and o.packed and bodies[0].tiling.columns % ga == 0:
-        bodies = (evolve(bodies[0], compact=-(-(-(-bodies[0].chunks // warps)) // bodies[0].parts)),)
+        bodies = (evolve(bodies[0], compact=ceil(ceil(bodies[0].chunks / warps) / bodies[0].parts)),)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
-    room = [b.compact * warps or b.tiling.num_tiles for b in bodies if b.tiling]
-    kp = max([n * b.tiling.columns for n, b in zip(room, bodies) if b.tiling] + [b.padded for b in bodies])
+    kp = max([(b.compact * warps or b.tiling.num_tiles) * b.tiling.columns for b in bodies if b.tiling]
+             + [b.padded for b in bodies])  # fmt: skip
     x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
     apart = parts_apart(bodies, rows, ga) if tuning.get("apart") else None

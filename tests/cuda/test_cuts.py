@@ -1,4 +1,4 @@
-"""Products whose blocks each own a part of K: activations of that part alone, sums through memory, in the simulation."""
+"""Products whose blocks each own a part of K: activations of that part alone, sums through memory."""
 
 from __future__ import annotations
 
