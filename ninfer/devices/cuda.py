@@ -493,7 +493,7 @@ class CudaDevice:
         return {s.entry: int(self._functions[s.entry]) for s in sources}
 
     def _grant(self, entry: str, shared: int) -> None:
-        if shared > self._granted.get(entry, 48 << 10):
+        if shared > self._granted.get(entry, 32 << 10):  # of 48 KiB, in which static shared memory counts
             attribute = self.libs.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             result = self.libs.driver.cuFuncSetAttribute(self._functions[entry], attribute, shared)
             self.driver(f"granting {entry} {shared} bytes of shared memory", result)

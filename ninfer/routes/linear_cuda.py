@@ -791,16 +791,19 @@ def routes(units: int) -> tuple[Route[Any], ...]:
     beside: tuple[Tuning, ...] = (
         {"warps": 4, "stages": 6, "blocks": 5 * units, "bulk": 1, "limit": 30, "resident": 4},
         {"warps": 6, "stages": 8, "blocks": 2 * units, "bulk": 1, "limit": 60, "late": 0, "span": 2, "resident": 2},
+        {"warps": 6, "stages": 8, "blocks": 2 * units, "bulk": 1, "limit": 60, "late": 0, "span": 2, "resident": 2,
+         "early": 1},
         {"warps": 20, "stages": 3, "blocks": units, "bulk": 1, "limit": 72, "resident": 1},
         {"warps": 14, "stages": 4, "blocks": units, "bulk": 0, "limit": 150, "late": 1, "split": 8, "apart": 1,
          "span": 2, "resident": 1},
     )  # fmt: skip
     # a block for a part of K of each group of outputs
-    cuts: tuple[Tuning, ...] = tuple(
-        {"warps": w, "stages": s, "blocks": n * units, "bulk": 1, "limit": 225 // n, "late": late, "split": 8,
-         "apart": 1, "resident": n}
-        for w, s, n, late in ((8, 4, 2, 0), (6, 4, 3, 0), (4, 4, 4, 0), (5, 3, 4, 1))
-    )  # fmt: skip
+    part: Tuning = {"bulk": 1, "split": 8, "apart": 1}
+    cuts: tuple[Tuning, ...] = (
+        {"warps": 4, "stages": 4, "blocks": 4 * units, "limit": 56, "late": 0, "resident": 4, **part},
+        {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "late": 0, "resident": 2, **part},
+        {"warps": 3, "stages": 5, "blocks": 5 * units, "limit": 44, "resident": 4, **part, "split": 2},
+    )
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
     copies = [small, large, {**small, "late": 1, "split": 8}]
@@ -812,7 +815,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             tunings = _tunings(high, bulk, bulk[2:6])
             if op is FusedLinear and high == 1:
                 tunings += beside
-            if op is FusedLinear and high <= 8:
+            if op is FusedLinear and 2 <= high <= 8:
                 tunings += cuts
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
         for low, high in WIDTHS:
