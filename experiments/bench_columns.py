@@ -5,8 +5,9 @@
 A plain step of one row and one of 1 + n rows of as many sequences, a round of 1 + n rows in one plan, and by
 themselves verification, fold, and a draft after one row and after 1 + n. Only these plans are compiled and bound, so
 that it says all in a few seconds after the weights are there. --parts: the launches of each kind in a chain of their
-own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants: fold and verification
-by each tuning of the delta layers' kernels. On devices without a clock, times are the wall's.
+own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants OP: plans by each
+candidate for such ops (fold_deltas, fused_delta_record, fused_attention). On devices without a clock, times are the
+wall's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ninfer.runtime.steps import fill_step
 
 PAGE = 64
 CHAINED = "round"
-VARIED = {"fold": "fold_deltas", "verification": "fused_delta_record"}  # by plan, the op that is made in several ways
+VARIED = ("plain", "verification", "fold")  # plans that are made in several ways
 
 
 @frozen
@@ -52,6 +53,7 @@ class Bound:
     plans: Mapping[str, Plan]
     shapes: Mapping[str, tuple[int, int]]
     weight_bytes: Mapping[str, int]
+    varied: Mapping[str, str]  # the op of which a plan has another candidate
     memory: Any
 
 
@@ -79,10 +81,12 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
     }
     graphs = {name: found for name, found in graphs.items() if found[0].nodes}
     plans = {name: lowering.lower(backend.graph(graph, env), env) for name, (graph, env, _) in graphs.items()}
-    for name, key in VARIED.items() if args.variants else ():
-        if name in graphs:
+    varied: dict[str, str] = {}
+    for name in VARIED:
+        for key in args.variants if name in graphs else ():
             for candidate, plan in variants(backend, lowering, *graphs[name][:2], key).items():
-                graphs[f"{name} {candidate}"], plans[f"{name} {candidate}"] = graphs[name], plan
+                other = f"{name} {candidate}"
+                graphs[other], plans[other], varied[other] = graphs[name], plan, key
     plans[CHAINED] = lower_chain(rounds.graphs, (c, n), lowering, backend.graph, few, 1 + n)
     every = [sample, *rounds.graphs.values()]
     weights: dict[str, Any] = {}
@@ -105,7 +109,7 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
           f"plans bound in {time.perf_counter() - loaded:.1f} s", flush=True)  # fmt: skip
     sizes = {name: backend.weight_bytes({name: w}) for name, w in weights.items()}
     shapes = {name: shape for name, (_, _, shape) in graphs.items()} | {CHAINED: (1 + n, c)}
-    return Bound(executables, plans, shapes, sizes, memory)
+    return Bound(executables, plans, shapes, sizes, varied, memory)
 
 
 def variants(backend: Backend, lowering: Lowering, graph: Graph, env: Env, key: str) -> dict[str, Plan]:
@@ -190,7 +194,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=20, help="steps in a row, of which five series are timed")
     parser.add_argument("--parts", action="store_true", help="time the kinds of launches on their own")
-    parser.add_argument("--variants", action="store_true", help="time every tuning of the delta layers")
+    parser.add_argument(
+        "--variants", nargs="*", default=[], metavar="OP", help="time plans by every candidate for these ops"
+    )
     parser.add_argument("--full-draft-head", action="store_true", help="draft by the model's head")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -227,8 +233,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found["parts"] = {}
         for name, executable in bound.executables.items():
             rows = parts(executable, bound.plans[name], bound.weight_bytes, 5) if name != CHAINED else []
-            key = next((key for varied, key in VARIED.items() if name.startswith(f"{varied} ")), "")
-            found["parts"][name] = [r for r in rows if not key or r["op"] == key]
+            key = bound.varied.get(name)
+            found["parts"][name] = [r for r in rows if key is None or r["op"] == key]
             show(name, found["parts"][name])
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

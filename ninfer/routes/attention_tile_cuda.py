@@ -1,0 +1,106 @@
+"""Attention of few rows over a 16-bit cache, all rows of a sequence against tiles of keys that are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from attrs import evolve
+
+from ninfer.ir.ops.fused import FusedAttention
+from ninfer.ir.step import PAGE
+from ninfer.ir.types import Env, Types
+from ninfer.routes import attention_cuda as split
+from ninfer.routes.route import Geometry, Route, Tuning
+
+MOST_COLUMNS = 64  # at a time: rows of a sequence times query heads of a KV head
+LIMIT = 227 << 10  # bytes of shared memory
+
+
+def splits(env: Env, tuning: Tuning) -> int:
+    return max(1, min(tuning["splits"], env.max_pages * PAGE // tuning["keys"]))
+
+
+def parts(tuning: Tuning) -> int:
+    """Of a row's values: where there are more warps than 16 keys each."""
+    return tuning["warps"] // (tuning["keys"] // 16)
+
+
+def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: int) -> int:
+    """The ring, queries and weights as two numbers each, scores, factors, angles; or all of the splits' shares."""
+    d, keys = op.head_dim, tuning["keys"]
+    ring = tuning["stages"] * 2 * keys * 2 * d
+    own = 2 * (2 * d + 16) + 2 * (2 * keys + 16) + 4 * parts(tuning) * (keys + 4) + 4
+    rotary = types[10].shape[0]
+    assert isinstance(rotary, int)
+    return max(ring + n * own + 8 * env.rows * rotary, 4 * tuning["warps"] * splits(env, tuning))
+
+
+def columns(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
+    """In whole tiles of 8, as many as there are and shared memory holds."""
+    n = min(MOST_COLUMNS, 8 * ceil(env.rows * (op.heads // op.kv_heads) / 8))
+    while n > 8 and shared_bytes(op, types, env, tuning, n) > LIMIT:
+        n -= 8
+    return n
+
+
+def _geometry(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    grid = (op.kv_heads, splits(env, tuning), env.seqs)
+    return Geometry(grid, 32 * tuning["warps"], shared_bytes(op, types, env, tuning, columns(op, types, env, tuning)))
+
+
+def _workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
+    return 4 * splits(env, tuning) * env.rows * op.heads * (op.head_dim + 2)
+
+
+def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    w, n = tuning["warps"], columns(op, types, env, tuning)
+    return {
+        **split.FUSED_ATTENTION.context(op, types, env, tuning),
+        "splits": splits(env, tuning),
+        "columns": n,
+        "keys": tuning["keys"],
+        "stages": tuning["stages"],
+        "parts": parts(tuning),
+        "least": tuning["least"],
+        "resident": 1,
+        "ahead": min(4, ceil((n + 2 * env.rows) / w)),  # rows that a warp loads at once
+        "joined": 2048 // op.head_dim,  # splits whose sums a warp loads at once
+    }
+
+
+def _refuse(op: FusedAttention, types: Types) -> str | None:
+    rotary = types[10].shape[0]
+    if isinstance(rotary, int) and rotary % 8:
+        return f"rotates pairs eight at a time, not {rotary}"
+    return split.FUSED_ATTENTION.refuse(op, types)
+
+
+def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
+    """16 values of a row for each warp, when scores are made and when values are added."""
+    return op.head_dim % (16 * tuning["warps"]) == 0 and parts(tuning) > 0
+
+
+TUNINGS: tuple[Tuning, ...] = (
+    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 1},
+    {"warps": 16, "keys": 64, "stages": 2, "splits": 33, "least": 1},
+    {"warps": 8, "keys": 32, "stages": 3, "splits": 33, "least": 1},
+    {"warps": 8, "keys": 32, "stages": 4, "splits": 33, "least": 2},
+    {"warps": 16, "keys": 32, "stages": 4, "splits": 33, "least": 2},
+    {"warps": 4, "keys": 32, "stages": 2, "splits": 33, "least": 1},
+)
+FUSED_ATTENTION = evolve(
+    split.FUSED_ATTENTION,
+    name="fused_attention.cuda.tile",
+    template="cuda/attention_tile.cu.j2",
+    geometry=_geometry,
+    context=_context,
+    workspace=_workspace,
+    refuse=_refuse,
+    fits=_fits,
+    needs=("sm90",),  # room for two tiles of 64 keys
+    tunings=TUNINGS,
+    numerics="cuda.tile",
+)
+ROUTES: tuple[Route[Any], ...] = (FUSED_ATTENTION,)
