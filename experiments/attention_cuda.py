@@ -159,7 +159,7 @@ class Caches:
             b.record(s)
             b.synchronize()
             took.append(1e3 * cp.cuda.get_elapsed_time(a, b))
-        return float(np.median(took)) / self.layers
+        return float(np.median(took) / self.layers)
 
 
 def relative(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

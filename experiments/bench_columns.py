@@ -5,9 +5,9 @@
 A plain step of one row and one of 1 + n rows of as many sequences, a round of 1 + n rows in one plan, and by
 themselves verification, fold, and a draft after one row and after 1 + n. Only these plans are compiled and bound, so
 that it says all in a few seconds after the weights are there. --parts: the launches of each kind in a chain of their
-own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants OP: plans by each
-candidate for such ops (fold_deltas, fused_delta_record, fused_attention). On devices without a clock, times are the
-wall's.
+own. Their sum is not the plan's time, since neighbours overlap by dependent launch. --variants OP or OP=TEXT: plans by
+each candidate (with TEXT in its name) for such ops: fold_deltas, fused_delta_record, fused_attention. On devices
+without a clock, times are the wall's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from attrs import evolve, frozen
 from ninfer.config import EngineConfig
 from ninfer.devices.base import Executable
 from ninfer.devices.plan import Launch, Place, Plan
-from ninfer.ir.graph import Graph
-from ninfer.ir.types import Env
 from ninfer.routes.lower import Lowering
 from ninfer.routes.profile import op_key
 from ninfer.runtime.backend import Backend, open_backend
@@ -42,7 +40,7 @@ from ninfer.runtime.steps import fill_step
 
 PAGE = 64
 CHAINED = "round"
-VARIED = ("plain", "verification", "fold")  # plans that are made in several ways
+VARIED = ("plain", "verification", "fold", CHAINED)  # plans that are made in several ways
 
 
 @frozen
@@ -80,14 +78,21 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
         f"draft after {1 + n}": (rounds.graphs["draft"], kept, (1 + n, c)),
     }
     graphs = {name: found for name, found in graphs.items() if found[0].nodes}
-    plans = {name: lowering.lower(backend.graph(graph, env), env) for name, (graph, env, _) in graphs.items()}
+
+    def plan_of(name: str, lowering: Lowering) -> Plan:
+        if name == CHAINED:
+            return lower_chain(rounds.graphs, (c, n), lowering, backend.graph, few, 1 + n)
+        graph, env, _ = graphs[name]
+        return lowering.lower(backend.graph(graph, env), env)
+
+    plans = {name: plan_of(name, lowering) for name in (*graphs, CHAINED)}
+    shapes = {name: shape for name, (_, _, shape) in graphs.items()} | {CHAINED: (1 + n, c)}
     varied: dict[str, str] = {}
     for name in VARIED:
-        for key in args.variants if name in graphs else ():
-            for candidate, plan in variants(backend, lowering, *graphs[name][:2], key).items():
-                other = f"{name} {candidate}"
-                graphs[other], plans[other], varied[other] = graphs[name], plan, key
-    plans[CHAINED] = lower_chain(rounds.graphs, (c, n), lowering, backend.graph, few, 1 + n)
+        for key, _, text in (v.partition("=") for v in (args.variants if name in plans else ())):
+            for candidate, other in variants(backend, lowering, plans[name], key, text).items():
+                made = f"{name} {candidate}"
+                plans[made], shapes[made], varied[made] = plan_of(name, other), shapes[name], key
     every = [sample, *rounds.graphs.values()]
     weights: dict[str, Any] = {}
     for graph in every:
@@ -108,22 +113,23 @@ def bind(args: argparse.Namespace, config: EngineConfig, model: Model, backend: 
     print(f"{len(entries)} kernels compiled in {compiled - began:.1f} s, memory filled in {loaded - compiled:.1f} s, "
           f"plans bound in {time.perf_counter() - loaded:.1f} s", flush=True)  # fmt: skip
     sizes = {name: backend.weight_bytes({name: w}) for name, w in weights.items()}
-    shapes = {name: shape for name, (_, _, shape) in graphs.items()} | {CHAINED: (1 + n, c)}
     return Bound(executables, plans, shapes, sizes, varied, memory)
 
 
-def variants(backend: Backend, lowering: Lowering, graph: Graph, env: Env, key: str) -> dict[str, Plan]:
-    """Plans of a graph by each candidate for its ops of that key."""
-    fused, found = backend.graph(graph, env), dict[str, Plan]()
-    node = next((n for n in fused.nodes if n.op.key == key), None)
-    if node is None:
+def variants(backend: Backend, lowering: Lowering, plan: Plan, key: str, text: str) -> dict[str, Lowering]:
+    """Lowerings by each candidate, with that text in its name, for a plan's ops of that key."""
+    found = dict[str, Lowering]()
+    launch = next((x for x in plan.launches if x.op.key == key), None)
+    if launch is None:
         return found
-    types = tuple(v.type for v in node.args)
-    for candidate in backend.registry.candidates(node.op, types, env, backend.info):
+    types, env = launch.types[: launch.num_inputs], plan.frames[launch.frame]
+    for candidate in backend.registry.candidates(launch.op, types, env, backend.info):
+        if text not in candidate.id:
+            continue
         profile = evolve(lowering.selector.profile, routes={
-            **lowering.selector.profile.routes, op_key(node.op, types): ((1 << 30, candidate.id),)
+            **lowering.selector.profile.routes, op_key(launch.op, types): ((1 << 30, candidate.id),)
         })  # fmt: skip
-        found[candidate.id] = evolve(lowering, selector=evolve(lowering.selector, profile=profile)).lower(fused, env)
+        found[candidate.id] = evolve(lowering, selector=evolve(lowering.selector, profile=profile))
     return found
 
 
@@ -218,10 +224,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     head = model.spec.proposal
     by = f"{head.num_rows} tokens" if head is not None else "the model's head"
     print(f"{args.model}  context {args.context}  {args.concurrency} sequences  drafts chosen among {by}")
-    times = {
-        name: 1e3 * seconds_of(e, step_of(bound, name, args), args.repeat) for name, e in bound.executables.items()
-    }
-    for name, ms in times.items():
+    times: dict[str, float] = {}
+    for name, executable in bound.executables.items():
+        ms = times[name] = 1e3 * seconds_of(executable, step_of(bound, name, args), args.repeat)
         print(f"  {name:16} {ms:8.3f} ms  {ms / times['plain']:6.3f} of a plain step  "
               f"{len(bound.plans[name].launches):>4} launches", flush=True)  # fmt: skip
     found: dict[str, Any] = {

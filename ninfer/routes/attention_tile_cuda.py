@@ -18,8 +18,14 @@ MOST_COLUMNS = 64  # at a time: rows of a sequence times query heads of a KV hea
 LIMIT = 227 << 10  # bytes of shared memory
 
 
-def splits(env: Env, tuning: Tuning) -> int:
-    return max(1, min(tuning["splits"], env.max_pages * PAGE // tuning["keys"]))
+def groups(op: FusedAttention, env: Env) -> int:
+    """Of 8 columns, which have blocks of their own where sequences are short."""
+    return ceil(env.rows * (op.heads // op.kv_heads) / 8)
+
+
+def splits(op: FusedAttention, env: Env, tuning: Tuning) -> int:
+    """Blocks of a KV head: splits times groups, of which the device makes as many as fit."""
+    return max(1, min(tuning["splits"], env.max_pages * PAGE // tuning["keys"] * groups(op, env)))
 
 
 def parts(tuning: Tuning) -> int:
@@ -34,39 +40,41 @@ def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: 
     own = 2 * (2 * d + 16) + 2 * (2 * keys + 16) + 4 * parts(tuning) * (keys + 4) + 4
     rotary = types[10].shape[0]
     assert isinstance(rotary, int)
-    return max(ring + n * own + 8 * env.rows * rotary, 4 * tuning["warps"] * splits(env, tuning))
+    return max(ring + n * own + 8 * env.rows * rotary, 4 * tuning["warps"] * splits(op, env, tuning))
 
 
 def columns(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
     """In whole tiles of 8, as many as there are and shared memory holds."""
-    n = min(MOST_COLUMNS, 8 * ceil(env.rows * (op.heads // op.kv_heads) / 8))
+    n = min(MOST_COLUMNS, 8 * groups(op, env))
     while n > 8 and shared_bytes(op, types, env, tuning, n) > LIMIT:
         n -= 8
     return n
 
 
 def _geometry(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    grid = (op.kv_heads, splits(env, tuning), env.seqs)
+    grid = (op.kv_heads, splits(op, env, tuning), env.seqs)
     return Geometry(grid, 32 * tuning["warps"], shared_bytes(op, types, env, tuning, columns(op, types, env, tuning)))
 
 
 def _workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
-    return 4 * splits(env, tuning) * env.rows * op.heads * (op.head_dim + 2)
+    return 4 * splits(op, env, tuning) * env.rows * op.heads * (op.head_dim + 2)
 
 
 def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     w, n = tuning["warps"], columns(op, types, env, tuning)
     return {
         **split.FUSED_ATTENTION.context(op, types, env, tuning),
-        "splits": splits(env, tuning),
+        "splits": splits(op, env, tuning),
         "columns": n,
         "keys": tuning["keys"],
         "stages": tuning["stages"],
         "parts": parts(tuning),
         "least": tuning["least"],
+        "apart": tuning["apart"] * 1024,
+        "groups": groups(op, env),
         "resident": 1,
         "ahead": min(4, ceil((n + 2 * env.rows) / w)),  # rows that a warp loads at once
-        "joined": 2048 // op.head_dim,  # splits whose sums a warp loads at once
+        "joined": 3072 // op.head_dim,  # splits whose sums a warp loads at once
     }
 
 
@@ -83,12 +91,16 @@ def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
 
 
 TUNINGS: tuple[Tuning, ...] = (
-    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 1},
-    {"warps": 16, "keys": 64, "stages": 2, "splits": 33, "least": 1},
-    {"warps": 8, "keys": 32, "stages": 3, "splits": 33, "least": 1},
-    {"warps": 8, "keys": 32, "stages": 4, "splits": 33, "least": 2},
-    {"warps": 16, "keys": 32, "stages": 4, "splits": 33, "least": 2},
-    {"warps": 4, "keys": 32, "stages": 2, "splits": 33, "least": 1},
+    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 1, "apart": 0},
+    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 2, "apart": 0},
+    {"warps": 8, "keys": 32, "stages": 2, "splits": 33, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 32, "stages": 2, "splits": 66, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 32, "stages": 4, "splits": 33, "least": 2, "apart": 16},
+    {"warps": 8, "keys": 16, "stages": 4, "splits": 33, "least": 2, "apart": 16},
+    {"warps": 16, "keys": 64, "stages": 2, "splits": 33, "least": 1, "apart": 16},
+    {"warps": 16, "keys": 32, "stages": 2, "splits": 33, "least": 1, "apart": 16},
+    {"warps": 4, "keys": 32, "stages": 2, "splits": 33, "least": 1, "apart": 16},
 )
 FUSED_ATTENTION = evolve(
     split.FUSED_ATTENTION,
