@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from attrs import evolve
 from numpy.typing import NDArray
 
 from ninfer.devices.cuda import CudaDevice, cuda_info, cuda_missing, libraries
@@ -15,8 +16,9 @@ from ninfer.formats.dtypes import I32, U8
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.ops.attention import Attention
 from ninfer.ir.types import B, Env, M, P, S, T, TensorType
+from ninfer.routes.attention_tile_cuda import FUSED_ATTENTION
 from ninfer.routes.cuda import cuda_routes
-from ninfer.routes.route import RouteRegistry
+from ninfer.routes.route import Candidate, RouteRegistry, Tuning
 from tests.cuda.gpu import GpuRun
 from tests.cuda.parity import LINEAR, Trial, check, lowering_for, trials
 
@@ -25,21 +27,50 @@ TRIALS = [t for t in trials(INFO) if not isinstance(t.case.op, LINEAR)]  # those
 LOWERING = lowering_for(INFO)
 
 
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
-def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimPrograms) -> None:
-    def run(
-        launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
+class SimRun:
+    """Runs launches in the simulation, blocks in ascending order or in another."""
+
+    def __init__(self, programs: SimPrograms, order: int) -> None:
+        self.programs, self.order = programs, order
+
+    def __call__(
+        self, launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
     ) -> None:
         for launch in launches:
             if launch.source is None:
                 pytest.skip("a library call")
-            (address,) = sim_programs.addresses([sim_source(launch.source)]).values()
+            (address,) = self.programs.addresses([sim_source(launch.source)]).values()
             pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
             run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
-                       launch.geometry.shared, order=order)  # fmt: skip
+                       launch.geometry.shared, order=self.order)  # fmt: skip
 
-    check(trial, LOWERING, run)
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
+def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimPrograms) -> None:
+    check(trial, LOWERING, SimRun(sim_programs, order))
+
+
+# of attention by tiles: several tiles a block, more than its ring has; columns together and apart
+TILED: tuple[Tuning, ...] = (
+    {"warps": 8, "keys": 16, "stages": 2, "splits": 1, "least": 1, "apart": 0},
+    {"warps": 8, "keys": 16, "stages": 3, "splits": 5, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 32, "stages": 2, "splits": 2, "least": 2, "apart": 0},
+    {"warps": 4, "keys": 32, "stages": 2, "splits": 2, "least": 1, "apart": 16},
+    {"warps": 4, "keys": 64, "stages": 2, "splits": 1, "least": 1, "apart": 0},
+)
+MANY_TILES = [
+    evolve(t, candidate=Candidate(t.candidate.route, tuning))
+    for t in TRIALS
+    if t.candidate.route is FUSED_ATTENTION and t.candidate.tuning == FUSED_ATTENTION.tunings[0]
+    for tuning in TILED
+]
+
+
+@pytest.mark.parametrize("trial", MANY_TILES, ids=lambda t: t.id)
+def test_a_block_of_attention_reads_many_tiles(trial: Trial, sim_programs: SimPrograms) -> None:
+    assert FUSED_ATTENTION.fits(trial.case.op, trial.case.types, trial.candidate.tuning)
+    check(trial, LOWERING, SimRun(sim_programs, 0))
 
 
 def _gpu_trials() -> list[Trial]:
