@@ -22,6 +22,7 @@ from ninfer.routes.route import Geometry, Route, Tuning
 KEYS = (codes.INT8, codes.LLOYD4, codes.E8_SNAP)
 SLACK = 4  # weights are at most 2 to this power; times a scale of values they are f16
 STEP = 16  # tokens
+APART = 16384  # tokens up to which each 8 columns have blocks of their own
 _WORDS = {2: "u16", 4: "u32", 8: "uint2", 16: "uint4"}
 
 
@@ -49,20 +50,38 @@ class Ring:
 
 def ring(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> Ring:
     w = tuning["warps"]
-    columns = min(8 * min(w, 8), 8 * ceil(env.rows * (op.heads // op.kv_heads) / 8))
+    columns = min(8 * min(w, 8), 8 * groups(op, env))
     sizes = [Ring(op.fmt, columns, op.head_dim, w, stages) for stages in range(tuning["stages"], 1, -1)]
     return next((r for r in sizes if r.nbytes <= 1024 * tuning["limit"]), sizes[-1])
 
 
+def groups(op: Attention | FusedAttention, env: Env) -> int:
+    """Of 8 columns."""
+    return ceil(env.rows * (op.heads // op.kv_heads) / 8)
+
+
+def _blocks(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> int:
+    """Of a KV head: splits times groups where these have blocks of their own, else splits."""
+    return max(1, min(tuning["splits"], env.max_pages * groups(op, env)))
+
+
+def _workspace(op: Attention | FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
+    return 4 * _blocks(op, env, tuning) * env.rows * op.heads * (op.head_dim + 2)
+
+
 def _geometry(op: Attention | FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    grid = (op.kv_heads, split.split_count(env, tuning), env.seqs)
+    grid = (op.kv_heads, _blocks(op, env, tuning), env.seqs)
     return Geometry(grid, 32 * tuning["warps"], ring(op, env, tuning).nbytes)
 
 
 def _ring_context(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     chosen = ring(op, env, tuning)
     return {
+        "splits": _blocks(op, env, tuning),
         "columns": chosen.columns,
+        "groups": groups(op, env),
+        "apart": APART,
+        "joined": 3072 // op.head_dim,  # splits whose sums a warp loads at once
         "stages": chosen.stages,
         "slack": SLACK,
         "scale_word": _WORDS.get(op.fmt.k.scale_bytes(op.head_dim)),  # a token's scales of keys, of values
@@ -106,6 +125,7 @@ ATTENTION = evolve(
     name="attention.cuda.ring",
     template="cuda/attention_ring.cu.j2",
     geometry=_geometry,
+    workspace=_workspace,
     context=_context,
     needs=("sm90",),  # room for the ring
     tunings=PLAIN_TUNINGS,
@@ -116,6 +136,7 @@ FUSED_ATTENTION = evolve(
     name="fused_attention.cuda.ring",
     template="cuda/attention_ring.cu.j2",
     geometry=_geometry,
+    workspace=_workspace,
     context=_fused_context,
     needs=("sm90",),
     tunings=PLAIN_TUNINGS,
