@@ -24,8 +24,9 @@ def groups(op: FusedAttention, env: Env) -> int:
 
 
 def splits(op: FusedAttention, env: Env, tuning: Tuning) -> int:
-    """Blocks of a KV head: splits times groups, of which the device makes as many as fit."""
-    return max(1, min(tuning["splits"], env.max_pages * PAGE // tuning["keys"] * groups(op, env)))
+    """Blocks of a KV head: its share of those that fill a card, of which the device makes splits times groups."""
+    tiles = env.max_pages * PAGE // tuning["keys"]
+    return max(1, min(tuning["blocks"] // op.kv_heads, tiles * groups(op, env)))
 
 
 def parts(tuning: Tuning) -> int:
@@ -61,10 +62,10 @@ def _workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> in
 
 
 def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    w, n = tuning["warps"], columns(op, types, env, tuning)
+    w, n, most = tuning["warps"], columns(op, types, env, tuning), splits(op, env, tuning)
     return {
-        **split.FUSED_ATTENTION.context(op, types, env, tuning),
-        "splits": splits(op, env, tuning),
+        **split.FUSED_ATTENTION.context(op, types, env, {"warps": w, "splits": most}),
+        "splits": most,
         "columns": n,
         "keys": tuning["keys"],
         "stages": tuning["stages"],
@@ -91,16 +92,16 @@ def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
 
 
 TUNINGS: tuple[Tuning, ...] = (
-    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 1, "apart": 16},
-    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 1, "apart": 0},
-    {"warps": 8, "keys": 64, "stages": 2, "splits": 33, "least": 2, "apart": 0},
-    {"warps": 8, "keys": 32, "stages": 2, "splits": 33, "least": 1, "apart": 16},
-    {"warps": 8, "keys": 32, "stages": 2, "splits": 66, "least": 1, "apart": 16},
-    {"warps": 8, "keys": 32, "stages": 4, "splits": 33, "least": 2, "apart": 16},
-    {"warps": 8, "keys": 16, "stages": 4, "splits": 33, "least": 2, "apart": 16},
-    {"warps": 16, "keys": 64, "stages": 2, "splits": 33, "least": 1, "apart": 16},
-    {"warps": 16, "keys": 32, "stages": 2, "splits": 33, "least": 1, "apart": 16},
-    {"warps": 4, "keys": 32, "stages": 2, "splits": 33, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "least": 1, "apart": 0},
+    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "least": 2, "apart": 0},
+    {"warps": 8, "keys": 32, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 32, "stages": 2, "blocks": 264, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 32, "stages": 4, "blocks": 132, "least": 2, "apart": 16},
+    {"warps": 8, "keys": 16, "stages": 4, "blocks": 132, "least": 2, "apart": 16},
+    {"warps": 16, "keys": 64, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
+    {"warps": 16, "keys": 32, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
+    {"warps": 4, "keys": 32, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
 )
 FUSED_ATTENTION = evolve(
     split.FUSED_ATTENTION,
