@@ -50,7 +50,7 @@ class Ring:
 
 def ring(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> Ring:
     w = tuning["warps"]
-    columns = min(8 * min(w, 8), 8 * groups(op, env))
+    columns = min(8 * w, 8 * groups(op, env))
     sizes = [Ring(op.fmt, columns, op.head_dim, w, stages) for stages in range(tuning["stages"], 1, -1)]
     return next((r for r in sizes if r.nbytes <= 1024 * tuning["limit"]), sizes[-1])
 
@@ -113,9 +113,7 @@ def _fused_coded_refuse(op: FusedAttention, types: Types) -> str | None:
 
 
 TUNINGS: tuple[Tuning, ...] = tuple({"warps": 4, "splits": splits, "stages": 3, "limit": 99} for splits in (66, 33))
-LARGE_TUNINGS: tuple[Tuning, ...] = tuple(
-    {"warps": warps, "splits": 33, "stages": 3, "limit": 227} for warps in (8, 12, 16)
-)
+LARGE_TUNINGS: tuple[Tuning, ...] = ({"warps": 8, "splits": 33, "stages": 3, "limit": 227},)
 PLAIN_TUNINGS: tuple[Tuning, ...] = (
     {"warps": 4, "splits": 33, "stages": 3, "limit": 227},
     {"warps": 2, "splits": 66, "stages": 3, "limit": 113},

@@ -70,7 +70,6 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
         "keys": tuning["keys"],
         "stages": tuning["stages"],
         "parts": parts(tuning),
-        "least": tuning["least"],
         "apart": tuning["apart"] * 1024,
         "groups": groups(op, env),
         "resident": 1,
@@ -92,16 +91,10 @@ def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
 
 
 TUNINGS: tuple[Tuning, ...] = (
-    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
-    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "least": 1, "apart": 0},
-    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "least": 2, "apart": 0},
-    {"warps": 8, "keys": 32, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
-    {"warps": 8, "keys": 32, "stages": 2, "blocks": 264, "least": 1, "apart": 16},
-    {"warps": 8, "keys": 32, "stages": 4, "blocks": 132, "least": 2, "apart": 16},
-    {"warps": 8, "keys": 16, "stages": 4, "blocks": 132, "least": 2, "apart": 16},
-    {"warps": 16, "keys": 64, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
-    {"warps": 16, "keys": 32, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
-    {"warps": 4, "keys": 32, "stages": 2, "blocks": 132, "least": 1, "apart": 16},
+    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "apart": 16},
+    {"warps": 16, "keys": 64, "stages": 2, "blocks": 132, "apart": 16},
+    {"warps": 8, "keys": 32, "stages": 4, "blocks": 132, "apart": 16},
+    {"warps": 4, "keys": 32, "stages": 2, "blocks": 132, "apart": 16},
 )
 FUSED_ATTENTION = evolve(
     split.FUSED_ATTENTION,
@@ -113,6 +106,7 @@ FUSED_ATTENTION = evolve(
     refuse=_refuse,
     fits=_fits,
     needs=("sm90",),  # room for two tiles of 64 keys
+    widths=(1, 8),
     tunings=TUNINGS,
     numerics="cuda.tile",
 )
