@@ -135,10 +135,14 @@ def cuda_info(libs: Libraries, index: int = 0) -> DeviceInfo:
 
 
 def features_of(arch: str) -> frozenset[str]:
-    """What routes may need, by architecture: `sm_90a` has sm80, sm86, sm89, sm90 and sm90a."""
+    """What routes may need, by architecture: `sm_90a` has sm80, sm86, sm89, sm90, sm90a, and shared227.
+
+    shared227: blocks may have 227 KiB of shared memory; later architectures of desktops have 99.
+    """
     number = int("".join(c for c in arch if c.isdigit()))
     names = {f"sm{n}" for n in (80, 86, 89, 90, 100, 103, 120, 121) if n <= number}
-    return frozenset({"cuda", "dp4a", "mma", *names, arch.replace("_", "")})
+    room = {"shared227"} if 90 <= number <= 103 else set[str]()
+    return frozenset({"cuda", "dp4a", "mma", *names, *room, arch.replace("_", "")})
 
 
 def _pinned(cupy: Any, nbytes: int, *, clear: bool = True) -> NDArray[np.uint8]:

@@ -33,7 +33,7 @@ _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti
 # By format: bytes as stored and shape -> bytes as kernels read them.
 Layout = Callable[[QuantFormat], Callable[[U8Array, Sequence[int]], U8Array]]
 
-SIM_FEATURES = frozenset({"cuda", "sm80", "sm86", "sm89", "sm90", "sm120a", "dp4a", "mma"})
+SIM_FEATURES = frozenset({"cuda", "sm80", "sm86", "sm89", "sm90", "sm120a", "shared227", "dp4a", "mma"})
 
 
 def sim_info(units: int = 4) -> DeviceInfo:

@@ -125,7 +125,7 @@ ATTENTION = evolve(
     geometry=_geometry,
     workspace=_workspace,
     context=_context,
-    needs=("sm90",),  # room for the ring
+    needs=("sm80", "shared227"),
     tunings=PLAIN_TUNINGS,
     numerics="cuda.ring",
 )
@@ -136,7 +136,7 @@ FUSED_ATTENTION = evolve(
     geometry=_geometry,
     workspace=_workspace,
     context=_fused_context,
-    needs=("sm90",),
+    needs=("sm80", "shared227"),
     tunings=PLAIN_TUNINGS,
     numerics="cuda.ring",
 )
@@ -159,7 +159,7 @@ FUSED_ATTENTION_CODED = evolve(
 
 # where shared memory holds the rings of eight warps
 _LARGE = tuple(
-    evolve(r, name=f"{r.name}_large", needs=("sm90",), tunings=LARGE_TUNINGS)
+    evolve(r, name=f"{r.name}_large", needs=("sm80", "shared227"), tunings=LARGE_TUNINGS)
     for r in (FUSED_ATTENTION_CODED, ATTENTION_CODED)
 )
 
