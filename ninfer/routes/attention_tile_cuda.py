@@ -106,7 +106,7 @@ FUSED_ATTENTION = evolve(
     refuse=_refuse,
     fits=_fits,
     needs=("sm80", "shared227"),  # for two tiles of 64 keys
-    widths=(1, 8),
+    widths=(1, 16),
     tunings=TUNINGS,
     numerics="cuda.tile",
 )
