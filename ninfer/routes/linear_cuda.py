@@ -299,12 +299,19 @@ def height(t: TensorType) -> int:
     return n
 
 
+FEW_PLAIN = 8  # units of plain rows that are not more than a block's work each, since nothing streams them ahead
+
+
 def _share(bodies: Sequence[Body], blocks: int, split: int) -> tuple[Body, ...]:
     """split: the most parts that a unit is cut into."""
-    total = sum(b.nbytes for b in bodies)
+    few = [b.tiling is None and b.units <= FEW_PLAIN for b in bodies]
+    plain = sum(b.units for b, alone in zip(bodies, few, strict=True) if alone)
+    if plain * 4 > blocks or all(few):
+        few, plain = [False] * len(bodies), 0
+    total = sum(b.nbytes for b, alone in zip(bodies, few, strict=True) if not alone)
     out, at, tickets, cuts_at = [], 0, 0, 0
-    for b in bodies:
-        n = max(1, round(blocks * b.nbytes / total))
+    for b, alone in zip(bodies, few, strict=True):
+        n = b.units if alone else max(1, round((blocks - plain) * b.nbytes / total))
         whole, left = divmod(b.units, n)
         parts = min(split, n // left, b.chunks) if left and b.tiling else 1
         if parts < 2:
@@ -360,6 +367,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
     apart = parts_apart(bodies, rows, ga) if tuning.get("apart") else None
+    stages = min(stages, max(2, *(_most_fills(b, warps) for b in bodies)))
     at, offsets = 0, {}
 
     def place(name: str, nbytes: int) -> None:
@@ -402,6 +410,11 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "residual": "" if o.residual is None else f"a{o.residual}",
         "swiglu": o.swiglu, "quant": o.quant, **weighing(o), "parameters": parameter_names(o, types),
     }  # fmt: skip
+
+
+def _most_fills(b: Body, warps: int) -> int:
+    """Of a warp's ring: more stages would be room that the next kernel could have."""
+    return ceil(ceil(b.chunks / warps) / b.span) * b.most_tiles if b.tiling else 0
 
 
 STATIC_GRID = 32 << 10  # a kernel's static shared memory is 48 KiB
