@@ -224,7 +224,9 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             widths=(1, MOST_ROWS),
             needs=("sm90a",) if bulk else ("sm80",),
             refuse=refuse,
-            tunings=tuple({"bulk": bulk, "blocks": n * units, "warps": w} for n, w in ((1, 12), (2, 8), (1, 8))),
+            tunings=tuple(
+                {"bulk": bulk, "blocks": n * units, "warps": w} for n, w in ((1, 12), (2, 8), (1, 8), (2, 12))
+            ),
             fits=fits,
             rtol=RTOL,
         )
