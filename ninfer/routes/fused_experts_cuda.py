@@ -193,7 +193,7 @@ def _workspace(op: FusedExperts, types: Types, env: Env, tuning: Tuning) -> int:
 def _route(bulk: int) -> Route[FusedExperts]:
     """tuning: warps of a block at most; span, reach: KiB that a warp of the first and of the second launch asks for at
     once; ring: times that it does so before it multiplies, at most; bulk: 1: sm_90's copy engine."""
-    sizes = ((12, 2, 8, 8), (20, 2, 3, 8), (12, 4, 4, 4), (8, 2, 4, 4), (4, 1, 1, 2))
+    sizes = ((12, 2, 8, 8), (20, 2, 3, 8), (12, 4, 4, 4), (8, 2, 4, 4), (4, 1, 1, 2), (12, 5, 8, 8))
     return Route(
         name=f"fused_experts.{'bulk' if bulk else 'copy'}",
         op=FusedExperts,
