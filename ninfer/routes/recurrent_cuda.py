@@ -95,6 +95,21 @@ def fused_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Ge
     return Geometry((op.value_heads, env.seqs, 1), 4 * op.value_dim)
 
 
+def cluster_refuse(op: FusedDelta, types: Types) -> str | None:
+    """Blocks of a cluster own 32 values each; portable clusters have up to 8."""
+    if op.value_dim not in (64, 128, 256):
+        return f"takes heads of 64, 128 and 256 values, not of {op.value_dim}"
+    return fused_refuse(op, types)
+
+
+def cluster_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((op.value_heads * op.value_dim // 32, env.seqs, 1), 128)
+
+
+def cluster_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"warps": 4, "parts": op.value_dim // 32, "moves": bool(op.mutates)}
+
+
 def fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     return {"warps": op.value_dim // 8, "moves": bool(op.mutates)}
 
@@ -144,6 +159,19 @@ FUSED_DELTA = Route(
     widths=(1, 64),  # it goes token by token; wider chunks take the chunked route
     numerics="cuda",
 )
+FUSED_DELTA_CLUSTER = Route(
+    name="fused_delta.cuda.cluster",
+    op=FusedDelta,
+    device="cuda",
+    template="cuda/fused_delta_cluster.cu.j2",
+    geometry=cluster_geometry,
+    context=cluster_context,
+    refuse=cluster_refuse,
+    widths=(1, 64),
+    needs=("sm90a",),
+    numerics="cuda.cluster",
+    sim=False,
+)
 FUSED_DELTA_PEEK = Route(
     name="fused_delta_peek.cuda",
     op=FusedDeltaPeek,
@@ -155,4 +183,4 @@ FUSED_DELTA_PEEK = Route(
     numerics="cuda",
 )
 
-ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, FUSED_DELTA_PEEK, CONV, DELTA_CHUNKED, DELTA)
+ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, FUSED_DELTA_CLUSTER, FUSED_DELTA_PEEK, CONV, DELTA_CHUNKED, DELTA)
