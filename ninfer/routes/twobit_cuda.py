@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ def context(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     """tuning: warps, stages of span tiles along K and tall ones along rows (fewer stages where shared memory is short),
     blocks, bulk (1: sm_90's copy engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB
     of shared memory), split (parts along K of what equal shares leave), stamps (1: blocks note the times of their
-    phases)."""
+    phases), pieces (linear_wide: parts along K of a tile, each a stage of the block's ring)."""
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
         found = _context(op, types, env, tuning, stages)
@@ -97,9 +98,13 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
     padded = 1 << (rows - 1).bit_length()
     (b,) = make_bodies(o, warps, span, tuning["blocks"], SLICE, tuning.get("split", 1), straight)
     assert b.tiling is not None
-    b = evolve(b, prefix=f"{b.prefix}_{b.tiling.groups}", stage_bytes=tall * b.stage_bytes)
+    pieces = tuning.get("pieces", 0)  # 0: a ring for each warp
+    stage_bytes = tall * (b.chunks // pieces * b.tiling.tile_bytes if pieces else b.stage_bytes)
+    b = evolve(b, prefix=f"{b.prefix}_{b.tiling.groups}", stage_bytes=stage_bytes)
     assert b.tiling is not None
-    batch, halves, threads = 8 // tall * tall, 2 if rows <= 2 else 1, 32 * warps
+    batch, threads = min(8 // tall, -(-b.most_tiles // tall)) * tall, 32 * warps
+    once = b.parts == 1 and b.most_tiles <= batch  # the sums of all tiles meet at one time
+    halves = 2 if rows <= 2 and not once else 1
     riders = _riders(op, types, b.blocks)
     kept = TILE_ROWS * b.most_tiles if o.residual is not None else 0
     holds = -(-kept * rows // threads)
@@ -108,25 +113,31 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
     x_stride = align_up(o.k, 128) + 64
     at, offsets = 0, dict[str, int]()
     for name, nbytes in (
-        ("ring", warps * stages * b.stage_bytes), ("x", rows * x_stride), ("groups", o.k // GROUP * padded * 16),
+        ("ring", (1 if pieces else warps) * stages * b.stage_bytes),
+        ("x", rows * x_stride), ("groups", o.k // GROUP * padded * 16),
         ("red", halves * batch * warps * 16 * rows * 4), ("squares", rows * warps * 4), ("inverse", rows * 4),
         ("kept", 4 * kept * rows), ("riders", riders.most * rows * warps * 4 if riders else 0),
-        ("bars", warps * stages * 8),
+        ("bars", 16 * stages if pieces else warps * stages * 8),
     ):  # fmt: skip
         offsets[name] = at
         at += align_up(nbytes, 128)
     turn = op.block if isinstance(op, RotatedLinear) else 0
-    # each warp needs the columns only that it rotates: blocks of a row, halves of them or quarters
-    own = not turn or (rows <= 2 and b.chunks % warps == 0 and b.chunks // warps * b.tiling.columns == min(turn, 512))
+    # where they may be, a warp rotates just the columns that it multiplies
+    mine, item = (0 if b.chunks % warps else b.chunks // warps * b.tiling.columns), min(turn, 512)
+    own = not turn and pieces <= 1
+    if turn and mine in (128, 256, 512) and mine <= item and rows <= 2:
+        item, own = mine, True
+    single = b.parts == 1 and b.chunks == warps * span
+    even = b.unit_tiles % tall == 0 and b.tiles % b.unit_tiles == 0
     n_out = o.weights[0][1].shape[0]
     return {
         "T": rows, "TP": padded, "K": o.k, "N": n_out, "warps": warps, "stages": stages, "b": b,
-        "batch": batch, "tall": tall, "halves": halves, "kept": kept, "resident": tuning.get("resident", 1),
-        "bulk": tuning.get("bulk", 0), "stamps": tuning.get("stamps", 0), "holds": holds,
+        "batch": batch, "once": once, "tall": tall, "halves": halves, "kept": kept, "holds": holds,
+        "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "stamps": tuning.get("stamps", 0),
         "blocks": b.blocks, "tickets": b.left,
         "at": {**offsets, "end": at}, "x_stride": x_stride, "riders": riders, "rider_pieces": -(-o.k // 4 // threads),
         "per_lane": (-(-b.chunks // warps) * b.tiling.columns + 511) // 512, "x": "a0", "x_scale": "a1", "x_codes": o.k,
-        "turn": turn, "own": own,
+        "turn": turn, "item": item, "own": own, "single": single, "even": even, "pieces": pieces,
         "signs": f"a{1 + (o.norm is not None)}", "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
         "offset": o.offset, "residual": "" if o.residual is None else f"a{o.residual}", "swiglu": o.swiglu, "quant": 0,
         **weighing(o), "parameters": parameter_names(o, types),
@@ -135,7 +146,7 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
 
 def _geometry(op: Op, types: Types, env: Env, tuning: Tuning) -> Geometry:
     c = context(op, types, env, tuning)
-    return Geometry((c["blocks"], 1, 1), 32 * c["warps"], c["at"]["end"])
+    return Geometry((c["blocks"], 1, 1), 32 * (c["warps"] + (c["pieces"] > 0)), c["at"]["end"])
 
 
 def _cuts(op: Op, types: Types, env: Env, tuning: Tuning) -> int:
@@ -151,24 +162,35 @@ def _needs(op: Op, types: Types, rows: int, tuning: Tuning) -> int:
 
 def _idle(op: Op, types: Types, tuning: Tuning) -> float:
     """The share of the warps' time that uneven ranges of K cost."""
+    pieces, warps = tuning.get("pieces", 0) or 1, tuning["warps"]
+    chunks, cut = divmod(_chunks(op, types), pieces)
+    if cut or not chunks:
+        return math.inf
+    return -(-chunks // warps) * warps / chunks - 1
+
+
+def _chunks(op: Op, types: Types) -> int:
+    """Of a row of tiles."""
     o, straight = operands(op, types), _straight(op, types)
     fmt = next(t.fmt for i, t in o.weights if i not in straight)
     assert fmt is not None
-    chunks, warps = layout_of(fmt).tiling(o.k).num_tiles, tuning["warps"]
-    return -(-chunks // warps) * warps / chunks - 1
+    return layout_of(fmt).tiling(o.k).num_tiles
 
 
 def _fits(rows: int, limit: int, tunings: Sequence[Tuning]) -> Callable[[Op, Types, Tuning], bool]:
     def fits(op: Op, types: Types, tuning: Tuning) -> bool:
-        even = min(_idle(op, types, t) for t in tunings)
-        return _idle(op, types, tuning) <= even + 0.1 and _needs(op, types, rows, tuning) <= limit << 10
+        if ("pieces" in tuning) != ("pieces" in tunings[0]):
+            return False
+        even = 0.0 if "pieces" in tuning else min(_idle(op, types, t) for t in tunings)
+        return _idle(op, types, tuning) <= even + 0.1 < math.inf and _needs(op, types, rows, tuning) <= limit << 10
 
     return fits
 
 
 def _route(
-    op: type[Op], low: int, high: int, name: str, need: str, limit: int, tunings: Sequence[Tuning]
-) -> Route[Any]:
+    op: type[Op], low: int, high: int, name: str, need: str, limit: int, tunings: Sequence[Tuning],
+    template: str = "linear_turned",
+) -> Route[Any]:  # fmt: skip
     fits = _fits(high, limit, tunings)
 
     def refuse(op: Op, types: Types) -> str | None:
@@ -178,7 +200,7 @@ def _route(
         return reason
 
     return Route(
-        name=f"{snake(op.__name__)}.{name}.{high}", op=op, device="cuda", template="cuda/linear_turned.cu.j2",
+        name=f"{snake(op.__name__)}.{name}.{high}", op=op, device="cuda", template=f"cuda/{template}.cu.j2",
         geometry=_geometry, context=context, widths=(low, high), needs=(need,), refuse=refuse, tunings=tuple(tunings),
         fits=fits, rtol=RTOL, workspace=_cuts,
     )  # fmt: skip
@@ -201,13 +223,16 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {**two, "warps": 10, "stages": 4, "span": 2},
         {**two, "warps": 12, "stages": 4, "span": 2},
     )
+    # a row's products, found in whole steps: two tiles at a time, and for middling and long K a ring for the block
+    tall: Tuning = {**one, "warps": 20, "stages": 2, "tall": 2, "limit": 112}
+    wide = ({**one, "warps": 17, "pieces": 4, "stages": 4}, {**one, "warps": 12, "pieces": 1, "stages": 6})
     copies = {"warps": 8, "stages": 4, "span": 2, "bulk": 0, "blocks": units, "resident": 1, "limit": 99}
     found = []
     for op in (RotatedLinear, FusedLinear):
         for low, high in WIDTHS:
-            # a row's products of long and middling K: three tiles at a time, in whole steps 3.68 ms become 3.53
-            first = ({**one, "warps": 24, "stages": 2, "tall": 3},) if high == 1 else ()
-            some = (*first, *(t for t in tunings if t not in first))
+            if high == 1:
+                found.append(_route(op, low, high, "twobit-wide", "sm90a", SHARED_90 >> 10, wide, "linear_wide"))
+            some = (tall, *tunings) if high == 1 else tunings
             found.append(_route(op, low, high, "twobit", "sm90a", SHARED_90 >> 10, some))
             found.append(_route(op, low, high, "twobit-stream", "sm80", SHARED_80 >> 10, (copies,)))
     return tuple(found)

@@ -46,11 +46,16 @@ def trials() -> Iterator[Trial]:
     for case in (*RotatedLinear.cases(), *packed_cases()):
         for route in dict.fromkeys(c.route for c in REGISTRY.candidates(case.op, case.types, case.env, INFO)):
             several = case.name.startswith(("t2_g128-add-r1", "norm-straight-b1024"))
-            for tuning in route.tunings if several else route.tunings[:1]:
+            for tuning in (t for t in route.tunings if "pieces" not in t or route.fits(case.op, case.types, t)):
+                if not several and tuning is not route.tunings[0]:
+                    continue
                 yield Trial(case, Candidate(route, tuning), case.env)
             if "b1024-r1" in case.name:
-                own: dict[str, int] = {**route.tunings[0], "warps": 4, "span": 2, "stages": 3, "split": 4}
-                yield Trial(case, Candidate(route, own), case.env)
+                wide = [{"pieces": 1}, {"pieces": 2, "tall": 2, "span": 1}] if "wide" in route.name else []
+                for more in wide or [{"split": 4}, {"tall": 2}]:
+                    own: dict[str, int] = {**route.tunings[0], "warps": 4, "span": 2, "stages": 3, **more}
+                    yield Trial(case, Candidate(route, {**own, "warps": 8, "span": 1}), case.env)
+                    yield Trial(case, Candidate(route, own), case.env)
 
 
 TRIALS = list(trials())
