@@ -1,0 +1,59 @@
+"""The gated delta rule of prompts with eight warps a block: four follow the keys of a chunk, four its queries.
+
+The same chunks as `gated_delta.cuda.chunked` (Yang et al., "Gated Delta Networks", 2024). Its first kernel leaves
+factors ready to be used and operands in the order of the products of the second. Calibration chooses between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from attrs import evolve
+
+from ninfer.ir.ops.recurrent import GatedDelta
+from ninfer.ir.types import Env, Types
+from ninfer.routes import recurrent_cuda as narrow
+from ninfer.routes.route import Geometry, Route, Stage, Tuning
+
+CHUNK_WORDS = narrow.CHUNK_WORDS + 4  # what the first kernel leaves for a chunk and head
+
+
+def _refuse(op: GatedDelta, types: Types) -> str | None:
+    if op.key_dim not in (32, 64, 128):
+        return f"takes keys of 32, 64 or 128 values, not {op.key_dim}"
+    return narrow.chunk_refuse(op, types)
+
+
+def _workspace(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> int:
+    return 4 * CHUNK_WORDS * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
+
+
+def _prepare_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    shared = 4 * (2 * 32 * (op.key_dim + 4) + 32 * (36 + 33) + 4 * 32)
+    return Geometry((ceil(env.rows / 32) + 1, op.value_heads, env.seqs), 128, shared)
+
+
+def _chunks_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    shared = narrow.chunks_geometry(op, types, env, tuning).shared
+    return Geometry((op.value_heads, op.value_dim // 32, env.seqs), 256, shared)
+
+
+def _context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
+    return {"chunk_words": CHUNK_WORDS, "moves": bool(op.mutates)}
+
+
+DELTA_CHUNKED_WIDE = evolve(
+    narrow.DELTA_CHUNKED,
+    name="gated_delta.cuda.chunked_wide",
+    template="cuda/delta_prepare_wide.cu.j2",
+    geometry=_prepare_geometry,
+    then=(Stage[GatedDelta](template="cuda/delta_chunks_wide.cu.j2", geometry=_chunks_geometry),),
+    context=_context,
+    numerics="cuda.chunked_wide",
+    workspace=_workspace,
+    refuse=_refuse,
+)
+
+ROUTES: tuple[Route[Any], ...] = (DELTA_CHUNKED_WIDE,)
