@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from ninfer.artifacts import open_artifact
 from ninfer.artifacts.beside import Beside
-from ninfer.devices.cuda_sim import SimDevice, SimPrograms, run_kernel, sim_info, sim_source
-from ninfer.devices.plan import Launch
+from ninfer.devices.cuda_sim import SimDevice, SimPrograms, sim_info
 from ninfer.formats.dtypes import F32, I32, U32
 from ninfer.ir import casework as cw
 from ninfer.ir.op import Case
@@ -32,6 +31,7 @@ from ninfer.runtime.runner import const_arrays, state_types
 from ninfer.runtime.weights import bind_weights
 from tests.checkpoints import DATA, GREEDY, oracle
 from tests.cuda.parity import Trial, check, lowering_for
+from tests.cuda.sim import SimRun
 from tests.drawn_drafter import drafter_checkpoint
 from tests.models.test_dflash import Pair
 
@@ -43,17 +43,7 @@ def run_case(case: Case, programs: SimPrograms) -> float:
     """Through the op's only route, against its reference."""
     (candidate,) = RouteRegistry(cuda_routes(INFO.units)).candidates(case.op, case.types, case.env, INFO)
 
-    def run(
-        launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
-    ) -> None:
-        for launch in launches:
-            assert launch.source is not None
-            (address,) = programs.addresses([sim_source(launch.source)]).values()
-            pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
-            run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
-                       launch.geometry.shared)  # fmt: skip
-
-    return check(Trial(case, candidate, case.env), lowering_for(INFO), run)
+    return check(Trial(case, candidate, case.env), lowering_for(INFO), SimRun(programs))
 
 
 def settings(n: int, temperatures: Sequence[float]) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo
 from ninfer.devices.cuda import features_of
-from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
+from ninfer.devices.cuda_sim import SimPrograms, sim_info, sim_source
 from ninfer.devices.nvrtc import ARCHITECTURES, compile_cubin, nvrtc_missing
-from ninfer.devices.plan import Launch
 from ninfer.formats.dtypes import I32
 from ninfer.formats.quant import FLOATS, FORMATS, QuantFormat, by_name, nvfp4
 from ninfer.ir import casework as cw
@@ -28,6 +27,7 @@ from ninfer.routes.route import RouteRegistry
 from tests.cuda.parity import Trial as AnyTrial
 from tests.cuda.parity import check, lay_out, lowering_for
 from tests.cuda.products import INFO, REGISTRY, Trial, error_of, run, sources
+from tests.cuda.sim import SimRun
 
 TILED = [f for f in (*FORMATS, *FLOATS, nvfp4(2)) if not f.is_plain]
 K = 512
@@ -158,7 +158,7 @@ def expert_cases(formats: Sequence[QuantFormat], widths: Sequence[int]) -> Itera
 
 
 def check_cases(cases: Iterator[Case], sim: SimPrograms) -> None:
-    lowering, run_launches = lowering_for(sim_info()), launcher(sim)
+    lowering, run_launches = lowering_for(sim_info()), SimRun(sim)
     registry = RouteRegistry(cuda_routes(sim_info().units))
     trials = [AnyTrial(c, registry.candidates(c.op, c.types, c.env, sim_info())[0], c.env) for c in cases]
     launches = [x for t in trials for x in lay_out(t, lowering).launches]
@@ -241,19 +241,3 @@ def test_four_bit_activations_are_taken_only_where_they_were_asked_for() -> None
         assert found and ("fp4" in found[0].id) == bool(opted)
         decode = registry.candidates(case.op, case.types, Env(8, 1, 1), FP4)
         assert decode and not any("fp4" in c.id for c in decode)
-
-
-def launcher(
-    sim: SimPrograms,
-) -> Callable[[Sequence[Launch], NDArray[np.uint8], NDArray[np.uint8], dict[int, int]], None]:
-    def launch_all(
-        launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
-    ) -> None:
-        for launch in launches:
-            assert launch.source is not None
-            (address,) = sim.addresses([sim_source(launch.source)]).values()
-            pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
-            run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
-                       launch.geometry.shared)  # fmt: skip
-
-    return launch_all

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 from attrs import evolve
-from numpy.typing import NDArray
 
 from ninfer.devices.cuda import CudaDevice, cuda_info, cuda_missing, libraries
-from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
-from ninfer.devices.plan import Launch
+from ninfer.devices.cuda_sim import SimPrograms, sim_info
 from ninfer.formats.dtypes import I32, U8
 from ninfer.formats.kv import by_name as kv_by_name
 from ninfer.ir.ops.attention import Attention
 from ninfer.ir.types import B, Env, M, P, S, T, TensorType
-from ninfer.routes.attention_tile_cuda import FUSED_ATTENTION
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.route import Candidate, RouteRegistry, Tuning
 from tests.cuda.gpu import GpuRun
 from tests.cuda.parity import LINEAR, Trial, check, lowering_for, trials
+from tests.cuda.sim import SimRun
 
 INFO = sim_info()
 TRIALS = [t for t in trials(INFO) if not isinstance(t.case.op, LINEAR)]  # those have tests of their own
 LOWERING = lowering_for(INFO)
-
-
-class SimRun:
-    """Runs launches in the simulation, blocks in ascending order or in another."""
-
-    def __init__(self, programs: SimPrograms, order: int) -> None:
-        self.programs, self.order = programs, order
-
-    def __call__(
-        self, launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
-    ) -> None:
-        for launch in launches:
-            if launch.source is None:
-                pytest.skip("a library call")
-            (address,) = self.programs.addresses([sim_source(launch.source)]).values()
-            pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
-            run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
-                       launch.geometry.shared, order=self.order)  # fmt: skip
 
 
 @pytest.mark.parametrize("order", [0, 1])
@@ -62,7 +39,7 @@ TILED: tuple[Tuning, ...] = (
 MANY_TILES = [
     evolve(t, candidate=Candidate(t.candidate.route, tuning))
     for t in TRIALS
-    if t.candidate.route is FUSED_ATTENTION and t.candidate.tuning == FUSED_ATTENTION.tunings[0]
+    if t.candidate.route.name == "fused_attention.cuda.tile" and t.candidate.tuning == t.candidate.route.tunings[0]
     for tuning in TILED
 ]
 

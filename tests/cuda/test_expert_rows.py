@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from attrs import evolve
-from numpy.typing import NDArray
 
-from ninfer.devices.cuda_sim import SimPrograms, run_kernel, sim_info, sim_source
-from ninfer.devices.plan import Launch
+from ninfer.devices.cuda_sim import SimPrograms, sim_info
 from ninfer.formats.quant import by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.op import Case
@@ -19,6 +16,7 @@ from ninfer.ir.types import Env, T
 from ninfer.routes.cuda import cuda_routes
 from ninfer.routes.route import RouteRegistry
 from tests.cuda.parity import Trial, check, lowering_for
+from tests.cuda.sim import SimRun
 
 SIM = sim_info()
 INFO = evolve(SIM, features=SIM.features | {"sm90a"})
@@ -54,17 +52,7 @@ TRIALS = list(_trials())
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
 def test_a_route_of_many_rows_computes_its_op(trial: Trial, sim_programs: SimPrograms) -> None:
-    def run(
-        launches: Sequence[Launch], arena: NDArray[np.uint8], header: NDArray[np.uint8], spans: dict[int, int]
-    ) -> None:
-        for launch in launches:
-            assert launch.source is not None
-            (address,) = sim_programs.addresses([sim_source(launch.source)]).values()
-            pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
-            run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
-                       launch.geometry.shared)  # fmt: skip
-
-    check(trial, LOWERING, run)
+    check(trial, LOWERING, SimRun(sim_programs))
 
 
 def test_products_of_warpgroups_are_among_them() -> None:

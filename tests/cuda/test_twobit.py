@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from ninfer.devices.base import DeviceInfo
-from ninfer.devices.cuda_sim import SIM_FEATURES, SimPrograms, run_kernel, sim_source
-from ninfer.devices.plan import Launch
+from ninfer.devices.cuda_sim import SIM_FEATURES, SimPrograms
 from ninfer.formats.quant import by_name
 from ninfer.ir import casework as cw
 from ninfer.ir.op import Case
@@ -20,6 +17,7 @@ from ninfer.ir.types import Env, T, f32_array
 from ninfer.routes.route import Candidate, RouteRegistry
 from ninfer.routes.twobit_cuda import routes
 from tests.cuda.parity import Trial, check, lowering_for
+from tests.cuda.sim import SimRun
 
 INFO = DeviceInfo("cuda", "simulated", "simulated", SIM_FEATURES | {"sm90a"}, "sim", 5, 1 << 34)
 REGISTRY = RouteRegistry(routes(INFO.units))
@@ -64,22 +62,7 @@ TRIALS = list(trials())
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda t: t.id)
 def test_a_product_of_two_bits(trial: Trial, sim_programs: SimPrograms) -> None:
     for order in (0, 1):
-
-        def run(
-            launches: Sequence[Launch],
-            arena: NDArray[np.uint8],
-            header: NDArray[np.uint8],
-            spans: dict[int, int],
-            order: int = order,
-        ) -> None:
-            for launch in launches:
-                assert launch.source is not None
-                (address,) = sim_programs.addresses([sim_source(launch.source)]).values()
-                pointers = [header.ctypes.data, *(arena.ctypes.data + ref.offset for ref in launch.args)]
-                run_kernel(launch.source.entry, address, pointers, launch.geometry.grid, launch.geometry.block,
-                           launch.geometry.shared, order=order)  # fmt: skip
-
-        error = check(trial, lowering_for(INFO), run)
+        error = check(trial, lowering_for(INFO), SimRun(sim_programs, order))
         assert error < 0.015
         if trial.case.op.packed:  # type: ignore[attr-defined]  # the same codes: sums differ by their order
             assert error < 2e-6

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from ninfer.formats.quant import by_name
@@ -14,20 +10,11 @@ from ninfer.ir.ops.embed import embed
 from ninfer.ir.ops.experts import expert_glu, expert_places, expert_sum, pick_experts
 from ninfer.ir.ops.linear import linear
 from ninfer.ir.types import TensorType
-
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "experiments" / "bench_prefill.py"
-
-
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_prefill", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.experiments.scripts import EXPERIMENTS, script
 
 
 def test_of_experts_those_that_a_token_picks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)  # it imports another script
+    monkeypatch.syspath_prepend(EXPERIMENTS)  # it imports another script
     g = Graph()
 
     def matrix(name: str, rows: int, k: int) -> Value:
@@ -39,4 +26,4 @@ def test_of_experts_those_that_a_token_picks_are_counted(monkeypatch: pytest.Mon
     places = expert_places(g, 8)
     h = expert_glu(g, x, ids, places, [matrix("gate_up", 8 * 2 * 16, 64)], inner=16)
     expert_sum(g, h, (ids, weights), places, matrix("down", 8 * 64, 16), outer=64, residual=None)
-    assert bench().matrix_values(g) == (8 + 32) * 64 + 2 * (2 * 16 * 64 + 64 * 16)
+    assert script("bench_prefill").matrix_values(g) == (8 + 32) * 64 + 2 * (2 * 16 * 64 + 64 * 16)

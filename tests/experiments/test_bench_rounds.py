@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "experiments" / "bench_rounds.py"
-
-
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_rounds", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.experiments.scripts import script
 
 
 def test_forced_acceptance_is_what_was_asked_for() -> None:
     arguments = "synthetic:qwen3.5-tiny --device cpu --tokens 80 --repeat 1 --context 64 --deterministic"
-    found = bench().main([*arguments.split(), "--accept-rate", "0.6", "1"])
+    found = script("bench_rounds").main([*arguments.split(), "--accept-rate", "0.6", "1"])
     none, some, all_kept = found["rates"]
     assert none["kept_per_round"] == 0 and none["one_plan"] and all_kept["kept_per_round"] == pytest.approx(3, abs=0.2)
     ideal = 0.6 + 0.6**2 + 0.6**3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,17 +9,12 @@ from types import ModuleType
 import pytest
 
 from tests.checkpoints import TINY_GGUF
-
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+from tests.experiments.scripts import EXPERIMENTS, script
 
 
 @pytest.fixture(scope="module")
 def sweep_kv() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sweep_kv", EXPERIMENTS / "sweep_kv.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("sweep_kv")
 
 
 def test_a_line_and_a_row_for_each_format(
