@@ -65,7 +65,7 @@ def variants(gpu: Gpu, fmt: KVFormat, pages: int, rows: int, limit: int) -> list
         *attention_cuda.ROUTES,
         *attention_ring_cuda.CODED,
         *attention_ring_cuda.PLAIN,
-        *attention_tile_cuda.ROUTES,
+        *attention_tile_cuda.routes(132),
     ):
         if route.op is not FusedAttention or route.refuse(op, types):
             continue

@@ -73,9 +73,23 @@ def split_count(env: Env, tuning: Tuning) -> int:
     return max(1, min(tuning["splits"], env.max_pages))
 
 
-def split_workspace(heads: int, head_dim: int, env: Env, tuning: Tuning) -> int:
+def partial_bytes(splits: int, heads: int, head_dim: int, env: Env) -> int:
     """Partial sums and their maxima and weights, for each split, row and head."""
-    return 4 * split_count(env, tuning) * env.rows * heads * (head_dim + 2)
+    return 4 * splits * env.rows * heads * (head_dim + 2)
+
+
+def split_workspace(heads: int, head_dim: int, env: Env, tuning: Tuning) -> int:
+    return partial_bytes(split_count(env, tuning), heads, head_dim, env)
+
+
+def column_groups(op: Attention | FusedAttention, env: Env) -> int:
+    """Of 8 columns: rows of a sequence times query heads of a KV head."""
+    return ceil(env.rows * (op.heads // op.kv_heads) / 8)
+
+
+def joined_splits(head_dim: int) -> int:
+    """Splits whose sums a warp loads at once when it joins them."""
+    return 3072 // head_dim
 
 
 def split_shared(head_dim: int, tuning: Tuning) -> tuple[int, int]:

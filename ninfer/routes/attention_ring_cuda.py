@@ -50,23 +50,18 @@ class Ring:
 
 def ring(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> Ring:
     w = tuning["warps"]
-    columns = min(8 * w, 8 * groups(op, env))
+    columns = min(8 * w, 8 * split.column_groups(op, env))
     sizes = [Ring(op.fmt, columns, op.head_dim, w, stages) for stages in range(tuning["stages"], 1, -1)]
     return next((r for r in sizes if r.nbytes <= 1024 * tuning["limit"]), sizes[-1])
 
 
-def groups(op: Attention | FusedAttention, env: Env) -> int:
-    """Of 8 columns."""
-    return ceil(env.rows * (op.heads // op.kv_heads) / 8)
-
-
 def _blocks(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> int:
     """Of a KV head: splits times groups where these have blocks of their own, else splits."""
-    return max(1, min(tuning["splits"], env.max_pages * groups(op, env)))
+    return max(1, min(tuning["splits"], env.max_pages * split.column_groups(op, env)))
 
 
 def _workspace(op: Attention | FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
-    return 4 * _blocks(op, env, tuning) * env.rows * op.heads * (op.head_dim + 2)
+    return split.partial_bytes(_blocks(op, env, tuning), op.heads, op.head_dim, env)
 
 
 def _geometry(op: Attention | FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
@@ -79,9 +74,9 @@ def _ring_context(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> M
     return {
         "splits": _blocks(op, env, tuning),
         "columns": chosen.columns,
-        "groups": groups(op, env),
+        "groups": split.column_groups(op, env),
         "apart": APART,
-        "joined": 3072 // op.head_dim,  # splits whose sums a warp loads at once
+        "joined": split.joined_splits(op.head_dim),
         "stages": chosen.stages,
         "slack": SLACK,
         "scale_word": _WORDS.get(op.fmt.k.scale_bytes(op.head_dim)),  # a token's scales of keys, of values

@@ -12,21 +12,16 @@ from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.step import PAGE
 from ninfer.ir.types import Env, Types
 from ninfer.routes import attention_cuda as split
+from ninfer.routes.linear_cuda import SHARED_90
 from ninfer.routes.route import Geometry, Route, Tuning
 
 MOST_COLUMNS = 64  # at a time: rows of a sequence times query heads of a KV head
-LIMIT = 227 << 10  # bytes of shared memory
-
-
-def groups(op: FusedAttention, env: Env) -> int:
-    """Of 8 columns, which have blocks of their own where sequences are short."""
-    return ceil(env.rows * (op.heads // op.kv_heads) / 8)
 
 
 def splits(op: FusedAttention, env: Env, tuning: Tuning) -> int:
     """Blocks of a KV head: its share of those that fill a card, of which the device makes splits times groups."""
     tiles = env.max_pages * PAGE // tuning["keys"]
-    return max(1, min(tuning["blocks"] // op.kv_heads, tiles * groups(op, env)))
+    return max(1, min(tuning["blocks"] // op.kv_heads, tiles * split.column_groups(op, env)))
 
 
 def parts(tuning: Tuning) -> int:
@@ -46,8 +41,8 @@ def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: 
 
 def columns(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
     """In whole tiles of 8, as many as there are and shared memory holds."""
-    n = min(MOST_COLUMNS, 8 * groups(op, env))
-    while n > 8 and shared_bytes(op, types, env, tuning, n) > LIMIT:
+    n = min(MOST_COLUMNS, 8 * split.column_groups(op, env))
+    while n > 8 and shared_bytes(op, types, env, tuning, n) > SHARED_90:
         n -= 8
     return n
 
@@ -58,7 +53,7 @@ def _geometry(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geo
 
 
 def _workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
-    return 4 * splits(op, env, tuning) * env.rows * op.heads * (op.head_dim + 2)
+    return split.partial_bytes(splits(op, env, tuning), op.heads, op.head_dim, env)
 
 
 def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
@@ -71,10 +66,9 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
         "stages": tuning["stages"],
         "parts": parts(tuning),
         "apart": tuning["apart"] * 1024,
-        "groups": groups(op, env),
-        "resident": 1,
+        "groups": split.column_groups(op, env),
         "ahead": min(4, ceil((n + 2 * env.rows) / w)),  # rows that a warp loads at once
-        "joined": 3072 // op.head_dim,  # splits whose sums a warp loads at once
+        "joined": split.joined_splits(op.head_dim),
     }
 
 
@@ -90,24 +84,26 @@ def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
     return op.head_dim % (16 * tuning["warps"]) == 0 and parts(tuning) > 0
 
 
-TUNINGS: tuple[Tuning, ...] = (
-    {"warps": 8, "keys": 64, "stages": 2, "blocks": 132, "apart": 16},
-    {"warps": 16, "keys": 64, "stages": 2, "blocks": 132, "apart": 16},
-    {"warps": 8, "keys": 32, "stages": 4, "blocks": 132, "apart": 16},
-    {"warps": 4, "keys": 32, "stages": 2, "blocks": 132, "apart": 16},
-)
-FUSED_ATTENTION = evolve(
-    split.FUSED_ATTENTION,
-    name="fused_attention.cuda.tile",
-    template="cuda/attention_tile.cu.j2",
-    geometry=_geometry,
-    context=_context,
-    workspace=_workspace,
-    refuse=_refuse,
-    fits=_fits,
-    needs=("sm80", "shared227"),  # for two tiles of 64 keys
-    widths=(1, 16),
-    tunings=TUNINGS,
-    numerics="cuda.tile",
-)
-ROUTES: tuple[Route[Any], ...] = (FUSED_ATTENTION,)
+def routes(units: int) -> tuple[Route[Any], ...]:
+    """For a GPU of so many multiprocessors, a block on each.
+
+    apart: thousands (1024) of tokens up to which each 8 columns have blocks of their own.
+    """
+    sizes = ((8, 64, 2), (16, 64, 2), (8, 32, 4), (4, 32, 2))
+    tunings = tuple({"warps": w, "keys": k, "stages": s, "blocks": units, "apart": 16} for w, k, s in sizes)
+    return (
+        evolve(
+            split.FUSED_ATTENTION,
+            name="fused_attention.cuda.tile",
+            template="cuda/attention_tile.cu.j2",
+            geometry=_geometry,
+            context=_context,
+            workspace=_workspace,
+            refuse=_refuse,
+            fits=_fits,
+            needs=("sm80", "shared227"),  # for two tiles of 64 keys
+            widths=(1, 16),
+            tunings=tunings,
+            numerics="cuda.tile",
+        ),
+    )

@@ -7,7 +7,6 @@ factors ready to be used and operands in the order of the products of the second
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 from typing import Any
 
 from attrs import evolve
@@ -27,21 +26,20 @@ def _refuse(op: GatedDelta, types: Types) -> str | None:
 
 
 def _workspace(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> int:
-    return 4 * CHUNK_WORDS * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
+    return narrow.chunk_bytes(CHUNK_WORDS, op, env)
 
 
 def _prepare_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
     shared = 4 * (2 * 32 * (op.key_dim + 4) + 32 * (36 + 33) + 4 * 32)
-    return Geometry((ceil(env.rows / 32) + 1, op.value_heads, env.seqs), 128, shared)
+    return evolve(narrow.prepare_geometry(op, types, env, tuning), shared=shared)
 
 
 def _chunks_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    shared = narrow.chunks_geometry(op, types, env, tuning).shared
-    return Geometry((op.value_heads, op.value_dim // 32, env.seqs), 256, shared)
+    return evolve(narrow.chunks_geometry(op, types, env, tuning), block=256)
 
 
 def _context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"chunk_words": CHUNK_WORDS, "moves": bool(op.mutates)}
+    return {**narrow.chunk_context(op, types, env, tuning), "chunk_words": CHUNK_WORDS}
 
 
 DELTA_CHUNKED_WIDE = evolve(

@@ -61,8 +61,12 @@ def chunk_refuse(op: GatedDelta, types: Types) -> str | None:
     return None
 
 
+def chunk_bytes(words: int, op: GatedDelta, env: Env) -> int:
+    return 4 * words * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
+
+
 def chunk_workspace(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> int:
-    return 4 * CHUNK_WORDS * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
+    return chunk_bytes(CHUNK_WORDS, op, env)
 
 
 def prepare_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
