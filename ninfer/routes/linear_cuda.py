@@ -359,7 +359,8 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     if plain and riders is None:
         bodies = make_bodies(o, warps, span, blocks, ga, split)
     bodies = tuple(_with_grid(b, bodies, tuning.get("grid", 8) << 10) for b in bodies)
-    if len(bodies) == 1 and bodies[0].cut and bodies[0].tiling and o.packed and bodies[0].tiling.columns % ga == 0:
+    alone = len(bodies) == 1 and riders is None  # riders want a whole row of every block
+    if alone and bodies[0].cut and bodies[0].tiling and o.packed and bodies[0].tiling.columns % ga == 0:
         bodies = (evolve(bodies[0], compact=ceil(ceil(bodies[0].chunks / warps) / bodies[0].parts)),)
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([(b.compact * warps or b.tiling.num_tiles) * b.tiling.columns for b in bodies if b.tiling]

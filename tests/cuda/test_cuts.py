@@ -36,6 +36,10 @@ def cases() -> Iterator[Case]:
         glu = FusedLinear(norm=True, packed=GROUP, eps=1e-5, epilogue="swiglu", quant=GROUP)
         arrays = (codes, d, squares, big[1], other[1])
         yield Case(glu, f"glu-{name}-r{rows}", (*packed, packed[1], big[0], other[0]), arrays, env)
+        # rows of a plain matrix beside it are dealt out to all blocks: each wants all columns of the activations
+        gates, late = cw.matrix(by_name("bf16"), 20, K, seed=5), FusedLinear(norm=True, packed=GROUP, eps=1e-5)
+        arrays = (codes, d, squares, big[1], gates[1])
+        yield Case(late, f"gates-{name}-r{rows}", (*packed, packed[1], big[0], gates[0]), arrays, env)
 
 
 def trials() -> Iterator[Trial]:
