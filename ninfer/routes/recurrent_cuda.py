@@ -44,9 +44,10 @@ def delta_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Map
     return {"warps": _warps(op), "moves": bool(op.mutates)}
 
 
-# In chunks of 32 rows, on tensor cores.
+# In chunks of 32 rows, on tensor cores (Yang et al., "Gated Delta Networks", 2024). Blocks of the second kernel have
+# eight warps: four follow the keys of a chunk, four its queries.
 
-CHUNK_WORDS = 2 * 32 * 32 + 4 * 32  # what the first kernel leaves for a chunk and head
+CHUNK_WORDS = 2 * 32 * 32 + 4 * 32 + 4  # what the first kernel leaves for a chunk and head
 
 
 def _f32_state(state: TensorType) -> str | None:
@@ -56,27 +57,23 @@ def _f32_state(state: TensorType) -> str | None:
 def chunk_refuse(op: GatedDelta, types: Types) -> str | None:
     if types[5].dtype is not F32:
         return _f32_state(types[5])
-    if op.key_dim % 16 or op.key_dim > 128 or op.value_dim % 32:
-        return f"keys of {op.key_dim} and values of {op.value_dim} are not multiples of 16 up to 128, and of 32"
+    if op.key_dim not in (32, 64, 128) or op.value_dim % 32:
+        return f"takes keys of 32, 64 or 128 values and values in 32s, not {op.key_dim} and {op.value_dim}"
     return None
 
 
-def chunk_bytes(words: int, op: GatedDelta, env: Env) -> int:
-    return 4 * words * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
-
-
 def chunk_workspace(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> int:
-    return chunk_bytes(CHUNK_WORDS, op, env)
+    return 4 * CHUNK_WORDS * op.value_heads * (env.rows // 32 + 2 * env.seqs + 1)
 
 
 def prepare_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
-    shared = 4 * (2 * 32 * (op.key_dim + 4) + 2 * 32 * 33 + 4 * 32)
+    shared = 4 * (2 * 32 * (op.key_dim + 4) + 32 * (36 + 33) + 4 * 32)
     return Geometry((ceil(env.rows / 32) + 1, op.value_heads, env.seqs), 128, shared)
 
 
 def chunks_geometry(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
     shared = 4 * (5 * 32 * (op.key_dim + 4) + 2 * 32 * 40)
-    return Geometry((op.value_heads, op.value_dim // 32, env.seqs), 128, shared)
+    return Geometry((op.value_heads, op.value_dim // 32, env.seqs), 256, shared)
 
 
 def chunk_context(op: GatedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
