@@ -9,7 +9,7 @@ import pytest
 
 from tests.experiments.scripts import script
 
-SMALL = "synthetic:qwen3.5-tiny --device cpu --tokens 256 --repeat 1".split()
+SMALL = ["synthetic:qwen3.5-tiny", "--device", "cpu", "--tokens", "256", "--repeat", "1"]
 
 
 def test_both_tiers_give_the_whole_prompt(tmp_path: Path) -> None:
