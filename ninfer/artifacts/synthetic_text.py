@@ -22,18 +22,24 @@ def byte_tokenizer(vocab_size: int) -> TokenizerFiles:
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in shown]
     symbol = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}  # GPT-2's stand-ins
-    vocab = {symbol[b]: b for b in range(256)}
-    vocab |= {f"<{i}>": i for i in range(256, vocab_size - 2)}
-    vocab |= {START: vocab_size - 2, END: vocab_size - 1}
+    named = {START: vocab_size - 2, END: vocab_size - 1}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[t], "content": t, **special} for t in (START, END)],
+        "added_tokens": [{"id": i, "content": t, **special} for t, i in named.items()],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": False},
+        "model": {
+            "type": "BPE",
+            "vocab": {symbol[b]: b for b in range(256)} | named,
+            "merges": [],
+            "ignore_merges": False,
+        },
     }
-    return TokenizerFiles(json.dumps(tokenizer).encode(), b"", "the synthetic tokenizer")
+    # written as text: some 250,000 words through a dict would take most of a second
+    words = "".join(f'"<{i}>":{i},' for i in range(256, vocab_size - 2))
+    text = json.dumps(tokenizer).replace('"vocab": {', '"vocab": {' + words, 1)
+    return TokenizerFiles(text.encode(), b"", "the synthetic tokenizer")

@@ -32,10 +32,6 @@ def experts(r: Rewriter) -> None:
             _beside(r, node)
 
 
-def _maker(r: Rewriter, value: Value) -> Node | None:
-    return next((n for n in r.nodes if any(o is value for o in n.outs)), None)
-
-
 def _only(r: Rewriter, value: Value, nodes: list[Node]) -> bool:
     """Whether nothing but these nodes reads it."""
     return value not in r.graph.outputs.values() and all(any(n is o for o in nodes) for n in r.readers(value))
@@ -43,7 +39,7 @@ def _only(r: Rewriter, value: Value, nodes: list[Node]) -> bool:
 
 def _experts(r: Rewriter, node: Node) -> None:
     h, ids, weights, places, down, *residual = node.args
-    glu, pick = r.made_by(h, ExpertGlu), _maker(r, ids)
+    glu, pick = r.made_by(h, ExpertGlu), r.maker(ids)
     if glu is None or pick is None or glu.args[1:3] != (ids, places) or pick.outs != (ids, weights):
         return
     assert isinstance(node.op, ExpertSum) and isinstance(glu.op, ExpertGlu) and isinstance(pick.op, PickExperts)
@@ -60,7 +56,7 @@ def _experts(r: Rewriter, node: Node) -> None:
         pick.op, glu.op, node.op, len(stacks), scaled=bool(scale), beside="joined" if dense else "",
         gated=bool(score), residual=bool(residual),
     )  # fmt: skip
-    norm, router = _maker(r, x), _maker(r, logits)
+    norm, router = r.maker(x), r.maker(logits)
     if norm and isinstance(norm.op, RmsNorm) and norm.args[1].type.shape == x.type.shape[1:] and router:
         alone = isinstance(router.op, Linear) and router.args[0] is x and _only(r, x, [*old, router])
         product = FusedLinear(norm=True, eps=norm.op.eps, offset=norm.op.offset)

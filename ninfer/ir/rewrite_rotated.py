@@ -35,8 +35,8 @@ def rotations(r: Rewriter) -> None:
 def _made_and_rotated(r: Rewriter, node: Node) -> None:
     assert isinstance(node.op, Hadamard)
     x, signs = node.args
-    maker = next((n for n in r.nodes if n.outs == (x,) and isinstance(n.op, MAKERS)), None)
-    if maker is None or signs.kind is not Kind.CONST:
+    maker = r.maker(x)
+    if maker is None or maker.outs != (x,) or not isinstance(maker.op, MAKERS) or signs.kind is not Kind.CONST:
         return
     keep = len(r.readers(x)) > 1 or x in r.graph.outputs.values()
     op, outs = Rotated(maker.op, node.op.block, keep), (x, *node.outs) if keep else node.outs
@@ -75,7 +75,7 @@ def _rotated_product(r: Rewriter, node: Node) -> None:
     args, old = (*node.args, *product.args[1:], *straight), [node, product, *others]
     place = [r.nodes.index(n) for n in old]
     read = min((r.nodes.index(n) for o in outs for n in r.readers(o)), default=len(r.nodes))
-    made = max((i for i, n in enumerate(r.nodes) if any(a in n.outs for a in args)), default=-1)
+    made = max((r.nodes.index(n) for a in args if (n := r.maker(a)) is not None), default=-1)
     if max(place) < read or made < min(place):
         r.put(old, op, args, outs, first=max(place) > read)
 

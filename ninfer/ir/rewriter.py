@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from ninfer.ir.graph import Graph, Kind, Node, Value
+from ninfer.ir.graph import Graph, Node, Value
 from ninfer.ir.op import Op
 from ninfer.ir.types import Types
 
@@ -17,29 +17,57 @@ Accepts = Callable[[Op, Types], bool]
 O = TypeVar("O", bound=Op)
 
 
+def over(graph: Graph, nodes: list[Node]) -> Graph:
+    """A graph of these nodes over the same weights, states and step inputs."""
+    made = Graph()
+    made.nodes, made.weights, made.states = nodes, graph.weights, graph.states
+    made.consts, made.outputs, made.step = graph.consts, graph.outputs, graph.step
+    return made
+
+
 @define
 class Rewriter:
     """A graph's nodes as they are now. accepts: whether the device has a route for an op of these arguments."""
 
     graph: Graph
     accepts: Accepts
-    nodes: list[Node] = field(init=False)
+    nodes: list[Node] = field(init=False)  # changed by `put` alone
+    _maker: dict[Value, Node] = field(init=False, factory=dict)
+    _readers: dict[Value, list[Node]] = field(init=False, factory=dict)  # once for each argument
 
     def __attrs_post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
+        for node in self.nodes:
+            self._know(node)
+
+    def _know(self, node: Node) -> None:
+        self._maker.update(dict.fromkeys(node.outs, node))
+        for value in node.args:
+            self._readers.setdefault(value, []).append(node)
+
+    def _forget(self, node: Node) -> None:
+        for value in node.outs:
+            if self._maker.get(value) is node:
+                del self._maker[value]
+        for value in node.args:
+            self._readers[value].remove(node)
+
+    def maker(self, value: Value) -> Node | None:
+        """The node that this is a result of."""
+        return self._maker.get(value)
 
     def made_by(self, value: Value, kind: type[O]) -> Node | None:
         """The node of that kind whose only result this is, if nothing but one node reads it."""
-        if value.kind is not Kind.NODE or value in self.graph.outputs.values():
+        node = self.maker(value)
+        if node is None or value in self.graph.outputs.values():
             return None
-        for node in self.nodes:
-            if value in node.outs:
-                alone = len(node.outs) == 1 and len(self.readers(value)) == 1
-                return node if alone and type(node.op) is kind else None
-        return None
+        alone = len(node.outs) == 1 and len(self.readers(value)) == 1
+        return node if alone and type(node.op) is kind else None
 
     def readers(self, value: Value) -> list[Node]:
-        return [n for n in self.nodes for a in n.args if a is value]
+        """In the order of the graph."""
+        found = self._readers.get(value, [])
+        return sorted(found, key=self.nodes.index) if len(found) > 1 else list(found)
 
     def only_reader(self, value: Value, kind: type[O]) -> Node | None:
         readers = self.readers(value)
@@ -52,14 +80,17 @@ class Rewriter:
         """Replace nodes by one at the place of the last of them, or of the first."""
         if not self.accepts(op, tuple(a.type for a in args)):
             return False
-        at = (min if first else max)(self.nodes.index(n) for n in old)
-        self.nodes[at] = Node(op, tuple(args), tuple(outs), self.nodes[at].layer)
-        self.nodes = [n for n in self.nodes if not any(n is o for o in old)]
+        places = sorted(self.nodes.index(n) for n in old)
+        at = places[0 if first else -1]
+        node = Node(op, tuple(args), tuple(outs), self.nodes[at].layer)
+        for place in places:
+            self._forget(self.nodes[place])
+        self.nodes[at] = node
+        for place in reversed(places):
+            if place != at:
+                del self.nodes[place]
+        self._know(node)
         return True
 
     def done(self) -> Graph:
-        """A graph of these nodes over the same weights, states and step inputs."""
-        made, graph = Graph(), self.graph
-        made.nodes, made.weights, made.states = self.nodes, graph.weights, graph.states
-        made.consts, made.outputs, made.step = graph.consts, graph.outputs, graph.step
-        return made
+        return over(self.graph, self.nodes)

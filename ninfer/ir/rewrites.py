@@ -32,7 +32,7 @@ from ninfer.ir.ops.turn_heads import TurnHeads
 from ninfer.ir.rewrite_experts import experts, joins
 from ninfer.ir.rewrite_rotated import coded_rotations, rotated_products, rotations
 from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
-from ninfer.ir.rewriter import GROUP, Accepts, Rewriter
+from ninfer.ir.rewriter import GROUP, Accepts, Rewriter, over
 
 
 def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
@@ -79,7 +79,7 @@ def fuse_rotations(graph: Graph, accepts: Accepts) -> Graph:
 def by_permission(graph: Graph) -> Graph:
     """Products of one activation apart where the file allows them activations of other bits: a launch that reads it for
     all would have to keep to the strictest."""
-    r, nodes = Rewriter(graph, lambda op, types: True), list[Node]()
+    nodes = list[Node]()
     for node in graph.nodes:
         weights = node.args[1:] if isinstance(node.op, Linear) else ()
         kinds = list(dict.fromkeys(w.type.least_bits for w in weights))
@@ -90,15 +90,14 @@ def by_permission(graph: Graph) -> Graph:
             own = [i for i, w in enumerate(weights) if w.type.least_bits == bits]
             args = (node.args[0], *(weights[i] for i in own))
             nodes.append(Node(node.op, args, tuple(node.outs[i] for i in own), node.layer))
-    r.nodes = nodes
-    return r.done()
+    return over(graph, nodes)
 
 
 def _attention(r: Rewriter, node: Node) -> None:
     attention = node.op
     assert isinstance(attention, Attention)
     q, cache, *paging = node.args
-    append = next((n for n in r.nodes if isinstance(n.op, KvAppend) and n.args[2] is cache), None)
+    append = next((n for n in r.readers(cache) if isinstance(n.op, KvAppend) and n.args[2] is cache), None)
     if append is None:
         return
     k, v = append.args[:2]
@@ -198,15 +197,13 @@ def _weighed(r: Rewriter, node: Node) -> None:
     """The sum that a norm reads comes with codes of its weighed values, and the product normalises its results."""
     assert isinstance(node.op, FusedLinear)
     x, weight, *matrices = node.args
-    if any(isinstance(n.op, FusedExperts) and n.args[1] in node.outs for n in r.nodes):
+    if any(isinstance(n.op, FusedExperts) and n.args[1] is y for y in node.outs for n in r.readers(y)):
         return  # the router's scores choose: they are of activations as exact as can be
-    maker = next((n for n in r.nodes if n.outs == (x,) and isinstance(n.op, LinearAdd | FusedLinear)), None)
-    n = x.type.shape[1]
-    if maker is None or not isinstance(n, int) or n % GROUP:
+    maker, n = r.maker(x), x.type.shape[1]
+    if maker is None or maker.outs != (x,) or not isinstance(n, int) or n % GROUP:
         return
     add = FusedLinear(epilogue="add") if isinstance(maker.op, LinearAdd) else maker.op
-    assert isinstance(add, FusedLinear)
-    if add.epilogue != "add" or add.quant or add.weigh:
+    if not isinstance(add, FusedLinear) or add.epilogue != "add" or add.quant or add.weigh:
         return
     add = evolve(add, weigh=GROUP, offset=node.op.offset)
     op, given = evolve(node.op, packed=GROUP, offset=0.0), (*maker.args, weight)

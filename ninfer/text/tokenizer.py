@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,7 @@ class Tokenizer:
     def from_files(files: TokenizerFiles) -> Tokenizer:
         config: dict[str, Any] = {}
         try:
-            text = files.tokenizer.decode("utf-8")
-            backend = Backend.from_str(text)
+            backend = Backend.from_str(files.tokenizer.decode("utf-8"))
             if files.config:
                 config = json.loads(files.config)
         except Exception as error:
@@ -118,18 +118,16 @@ class Tokenizer:
                 if backend.token_to_id(token["content"]) != int(id):
                     raise ArtifactError(f"{files.origin}: added token {token['content']!r} cannot have id {id}")
         added = backend.get_added_tokens_decoder()
-        spec = json.loads(text)
-        spec["added_tokens"] = [t for t in spec.get("added_tokens") or [] if _is_blank(t["content"])]
         bos = config.get("bos_token")
         bos_text = bos.get("content") if isinstance(bos, dict) else bos
         return Tokenizer(
             backend,
-            Backend.from_str(json.dumps(spec)),
+            _plain_of(backend, [t for _, t in sorted(added.items()) if _is_blank(t.content)]),
             bos_id=backend.token_to_id(bos_text) if bos_text else None,
             add_bos=bool(config.get("add_bos_token", False)),
             special=frozenset(i for i, t in added.items() if t.special and t.content not in SHOWN),
             added=frozenset(added),
-            sentencepiece=bool((spec.get("model") or {}).get("byte_fallback")),
+            sentencepiece=bool(getattr(backend.model, "byte_fallback", False)),
         )
 
     @staticmethod
@@ -145,20 +143,20 @@ class Tokenizer:
         types = list(get("token_type") or [1] * len(tokens))
         kind = get("model")
         if kind == "gpt2":
-            backends = [_gpt2(tokens, get("merges") or [], get("pre"), origin) for _ in range(2)]
+            backend = _gpt2(tokens, get("merges") or [], get("pre"), origin)
         elif kind in ("llama", "gemma4"):
             prefix = bool(get("add_space_prefix", True))
-            backends = [_sentencepiece(tokens, get("scores") or [], get("merges"), prefix) for _ in range(2)]
+            backend = _sentencepiece(tokens, get("scores") or [], get("merges"), prefix)
         else:
             raise ArtifactError(
                 f"{origin}: tokenizer model {kind!r} is not supported; supported are gpt2, llama and gemma4"
             )
         marked = [(t, k) for t, k in zip(tokens, types, strict=False) if k in (CONTROL, USER_DEFINED)]
-        backends[0].add_tokens([AddedToken(t, normalized=False, special=k == CONTROL) for t, k in marked])
-        backends[1].add_tokens([AddedToken(t, normalized=False, special=False) for t, k in marked if _is_blank(t)])
+        plain = _plain_of(backend, [AddedToken(t, normalized=False, special=False) for t, _ in marked if _is_blank(t)])
+        backend.add_tokens([AddedToken(t, normalized=False, special=k == CONTROL) for t, k in marked])
         return Tokenizer(
-            backends[0],
-            backends[1],
+            backend,
+            plain,
             bos_id=get("bos_token_id"),
             add_bos=bool(get("add_bos_token", kind != "gpt2")),
             special=frozenset(i for i, k in enumerate(types) if k == CONTROL and tokens[i] not in SHOWN),
@@ -166,7 +164,7 @@ class Tokenizer:
             sentencepiece=kind != "gpt2",
         )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """The highest id + 1: ids from here on mean nothing."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -225,6 +223,16 @@ class Tokenizer:
         if all(c in _BYTE_OF for c in token):
             return bytes(_BYTE_OF[c] for c in token)
         return token.encode()
+
+
+def _plain_of(backend: Backend, blanks: Sequence[AddedToken]) -> Backend:
+    """The same model, which both share, and the same steps; of added tokens only these."""
+    plain = Backend(backend.model)
+    for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (given := getattr(backend, step)) is not None:
+            setattr(plain, step, given)
+    plain.add_tokens(list(blanks))
+    return plain
 
 
 def _is_blank(token: str) -> bool:
