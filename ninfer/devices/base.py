@@ -84,6 +84,10 @@ class Memory(Protocol):
     def settle(self) -> None:
         """Wait for copies, and for nothing else."""
 
+    def reserve_rows(self, counts: Mapping[int, int]) -> None:
+        """counts: of results of `read_rows` that will be kept, by their bytes. A hint: pinning a gigabyte takes longer
+        than filling it, and is better done in the background than in the midst of a prompt."""
+
 
 class Executable(Protocol):
     """A plan bound to memory. `step` holds host arrays, one per step input, with the Env's full extents."""

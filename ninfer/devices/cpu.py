@@ -113,6 +113,9 @@ class CpuMemory:
     def settle(self) -> None:
         pass
 
+    def reserve_rows(self, counts: Mapping[int, int]) -> None:
+        pass
+
     def _row(self, name: str, index: int) -> NDArray[np.uint8]:
         return self.states[name][index : index + 1].reshape(-1).view(np.uint8)
 

@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -192,6 +193,8 @@ class CudaMemory:
     arena_bytes: int
     regions: list[Region]
     copies: Copies | None = None  # made when the first row is copied
+    _pinning: threading.Thread | None = None
+    _freed: threading.Event = field(factory=threading.Event)
 
     def write_state(self, name: str, index: Any, values: NDArray[Any]) -> None:
         self.device.enter()
@@ -239,6 +242,23 @@ class CudaMemory:
         if self.copies is not None:
             self.copies.settle()
 
+    def reserve_rows(self, counts: Mapping[int, int]) -> None:
+        """Into cupy's pool of pinned memory, which `read_rows` takes from. Memory that cannot be pinned is left out."""
+
+        cuda = self.device.cupy.cuda
+
+        def pin() -> None:
+            cuda.runtime.setDevice(self.device.index)
+            held = list[Any]()
+            with suppress(RuntimeError, MemoryError):
+                for nbytes in (n for n, count in counts.items() for _ in range(count)):
+                    if self._freed.is_set():
+                        break
+                    held.append(cuda.alloc_pinned_memory(nbytes))
+
+        self._pinning = threading.Thread(target=pin, name="ninfer-pin", daemon=True)
+        self._pinning.start()
+
     def _rows(self, names: Sequence[str], index: int) -> list[tuple[int, int]]:
         """Address and bytes of each."""
         found = []
@@ -256,6 +276,9 @@ class CudaMemory:
         return self.copies
 
     def free(self) -> None:
+        self._freed.set()
+        if self._pinning is not None:
+            self._pinning.join()
         self.settle()
         for region in self.regions:
             region.free()

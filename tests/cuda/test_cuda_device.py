@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ninfer.ir.ops.sample import sample
 from ninfer.ir.types import Env, TensorType
 from ninfer.routes.cuda_layout import device_layout
 from ninfer.routes.measure import calibrate
-from tests.cuda.fake_gpu import FakeGpu, FakePrograms
+from tests.cuda.fake_gpu import CUDARuntimeError, FakeGpu, FakePrograms
 from tests.cuda.parity import lowering_for
 
 V, H = 256, 256
@@ -106,6 +107,29 @@ def test_rows_of_states_go_to_host_memory_and_back(sim_programs: SimPrograms, mo
         memory.settle()
         assert (memory.read_state("counts", 0) == counts).all() and (memory.read_state("bias", 0) == bias).all()
     memory.free()
+
+
+@pytest.mark.parametrize("most", [9, 2])
+def test_host_memory_is_pinned_ahead_as_far_as_it_can_be(
+    sim_programs: SimPrograms, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    gpu, asked, done = FakeGpu(), list[int](), threading.Event()
+    d = device(gpu, sim_programs)
+    memory = executable(d, weights()).memory
+
+    def alloc(nbytes: int) -> bytearray:
+        asked.append(nbytes)
+        if len(asked) == min(most + 1, 5):
+            done.set()
+        if len(asked) > most:
+            raise CUDARuntimeError("out of memory")
+        return bytearray(nbytes)
+
+    monkeypatch.setattr(d.cupy.cuda, "alloc_pinned_memory", alloc)
+    memory.reserve_rows({4096: 2, 512: 3})
+    assert done.wait(10)
+    memory.free()  # waits for the thread
+    assert asked == [4096, 4096, 512, 512, 512][: most + 1]
 
 
 def test_synthetic_weights_are_the_tile_over_and_over(sim_programs: SimPrograms) -> None:

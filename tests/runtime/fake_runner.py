@@ -171,6 +171,9 @@ class FakeStore:
     def settle(self) -> None:
         pass
 
+    def reserve(self, pages: int, images: int) -> None:
+        self.reserved = pages, images
+
     def write_image(self, slot: int, data: NDArray[np.uint8]) -> None:
         self.runner._cached[slot] = [t for t in data.view(np.int32).tolist() if t >= 0]
 

@@ -52,6 +52,13 @@ def test_a_reply_that_is_asked_for_again_starts_at_the_last_page_of_its_prompt()
     assert ask(e, request("b", PROMPT))[1] == 199  # one token is always computed
 
 
+def test_a_store_is_told_what_host_memory_will_keep() -> None:
+    for runner, pages, images in ((FakeRunner(), 1 << 20, 0), (recurrent(), 1 << 19, None)):
+        store = runner.cache_store = FakeStore(runner, recurrent=images is None)
+        engine(runner, host_cache_mib=256)
+        assert store.reserved == (pages, 0 if images == 0 else (128 << 20) // store.image_bytes)
+
+
 def test_an_edited_turn_leaves_a_branch_that_the_next_edit_uses() -> None:
     e = engine(recurrent())
     long = tuple(range(600))

@@ -91,6 +91,7 @@ class ContextCache:
         share = self.options.host_bytes // 2 if self.recurrent else 0
         self.images = ImageTier(share, self.knows)
         self.host = HostTier(self.options.host_bytes - share)
+        store.reserve((self.options.host_bytes - share) // max(store.page_bytes, 1), share // max(store.image_bytes, 1))
         self.disk = disk
         self.num_evicted = 0
         self._tiers: tuple[Tier, ...] = (self.images, self.host, *(() if disk is None else (disk,)), *more)

@@ -46,6 +46,9 @@ class CacheStore(Protocol):
     def settle(self) -> None:
         """Wait until what was read is there. Writing what was read needs no wait."""
 
+    def reserve(self, pages: int, images: int) -> None:
+        """As many of them will be kept in host memory."""
+
 
 class StateMemory(Protocol):
     """The part of a device's memory that is needed here."""
@@ -59,6 +62,8 @@ class StateMemory(Protocol):
     def write_rows(self, names: Sequence[str], index: int, data: Bytes) -> None: ...
 
     def settle(self) -> None: ...
+
+    def reserve_rows(self, counts: Mapping[int, int]) -> None: ...
 
 
 @define
@@ -109,6 +114,10 @@ class StateStore:
 
     def settle(self) -> None:
         self.memory.settle()
+
+    def reserve(self, pages: int, images: int) -> None:
+        counts = {self.image_bytes: images, self.page_bytes: pages}
+        self.memory.reserve_rows({nbytes: count for nbytes, count in counts.items() if nbytes and count})
 
     def page_of(self, rows: Mapping[str, Bytes]) -> Bytes:
         """A page from what its states hold, by name. Zeros for those that are not named, such as a drafter's."""
