@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from ninfer.formats.rng import RNG_C
 from ninfer.ir.op import Op
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS
 from ninfer.ir.types import Env, Sym, TensorType, Types
+from ninfer.routes.profile import cache_dir
 from ninfer.routes.route import Candidate
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
@@ -44,6 +46,25 @@ def c_float(x: float) -> str:
     return f"{x!r}f" if "e" in repr(x) or "." in repr(x) else f"{x!r}.0f"
 
 
+class _Bytecode(jinja2.FileSystemBytecodeCache):
+    def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        """A damaged entry is as good as none."""
+        try:
+            super().load_bytecode(bucket)
+        except Exception:
+            bucket.reset()
+
+
+def _bytecode() -> jinja2.BytecodeCache | None:
+    """Compiled templates of earlier processes, found by the hash of their text: a third of a second of each start."""
+    folder = cache_dir() / "templates"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return _Bytecode(str(folder)) if os.access(folder, os.W_OK) else None
+
+
 @define
 class Renderer:
     """Renders for one device. Equal inputs give the same Source; nothing else is kept."""
@@ -58,6 +79,7 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
             keep_trailing_newline=True,
+            bytecode_cache=_bytecode(),
         )
         self._env.filters["f32"] = c_float
         self._env.globals.update(
