@@ -1,4 +1,7 @@
-"""Attention of few rows over a 16-bit cache, all rows of a sequence against tiles of keys that are read once."""
+"""Attention of few rows by tiles of keys that a block's warps share.
+
+Caches of 16 bits, and those whose keys and values are integers in units of their scales.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 
 from attrs import evolve
 
+from ninfer.formats import kv_codes as codes
 from ninfer.ir.ops.fused import FusedAttention
 from ninfer.ir.step import PAGE
 from ninfer.ir.types import Env, Types
 from ninfer.routes import attention_cuda as split
+from ninfer.routes import attention_ring_cuda
 from ninfer.routes.linear_cuda import SHARED_90
 from ninfer.routes.route import Geometry, Route, Tuning
 
@@ -29,14 +34,28 @@ def parts(tuning: Tuning) -> int:
     return tuning["warps"] // (tuning["keys"] // 16)
 
 
+def query_line(op: FusedAttention) -> tuple[int, int]:
+    """Planes of the queries, and bytes of one: high and low parts, of some codes their negatives too."""
+    if op.fmt.is_plain:
+        return 2, 2 * op.head_dim + 16
+    return 4 if op.fmt.k.code is codes.LLOYD4 else 2, op.head_dim + 32
+
+
+def stage_bytes(op: FusedAttention, tuning: Tuning) -> int:
+    """Of a tile in the ring."""
+    return ceil(tuning["keys"] * op.fmt.bytes_per_token(1, op.head_dim) / 128) * 128
+
+
 def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: int) -> int:
-    """The ring, queries and weights as two numbers each, scores, factors, angles; or all of the splits' shares."""
-    d, keys = op.head_dim, tuning["keys"]
-    ring = tuning["stages"] * 2 * keys * 2 * d
-    own = 2 * (2 * d + 16) + 2 * (2 * keys + 16) + 4 * parts(tuning) * (keys + 4) + 4
+    """The ring, queries, weights, scores, factors, angles, coded queries' units; or all of the splits' shares."""
+    d, keys, (planes, line) = op.head_dim, tuning["keys"], query_line(op)
+    weights = (2 if op.fmt.is_plain else 1) * (2 * keys + 16)
+    own = planes * line + weights + 4 * parts(tuning) * (keys + 4) + 4
     rotary = types[10].shape[0]
     assert isinstance(rotary, int)
-    return max(ring + n * own + 8 * env.rows * rotary, 4 * tuning["warps"] * splits(op, env, tuning))
+    coded = 0 if op.fmt.is_plain else n * (4 + d // 16) + tuning["warps"] * (d + 32)
+    all_of_it = tuning["stages"] * stage_bytes(op, tuning) + n * own + 8 * env.rows * rotary + coded
+    return max(all_of_it, 4 * tuning["warps"] * splits(op, env, tuning))
 
 
 def columns(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
@@ -64,7 +83,12 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
         "columns": n,
         "keys": tuning["keys"],
         "stages": tuning["stages"],
+        "stage": stage_bytes(op, tuning),
+        "q_planes": query_line(op)[0],
+        "q_line": query_line(op)[1],
+        "p_planes": 2 if op.fmt.is_plain else 1,
         "parts": parts(tuning),
+        "slack": 0,
         "apart": tuning["apart"] * 1024,
         "groups": split.column_groups(op, env),
         "ahead": min(4, ceil((n + 2 * env.rows) / w)),  # rows that a warp loads at once
@@ -72,11 +96,17 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
     }
 
 
-def _refuse(op: FusedAttention, types: Types) -> str | None:
+def _turns(types: Types) -> str | None:
     rotary = types[10].shape[0]
-    if isinstance(rotary, int) and rotary % 8:
-        return f"rotates pairs eight at a time, not {rotary}"
-    return split.FUSED_ATTENTION.refuse(op, types)
+    return f"rotates pairs eight at a time, not {rotary}" if isinstance(rotary, int) and rotary % 8 else None
+
+
+def _refuse(op: FusedAttention, types: Types) -> str | None:
+    return _turns(types) or split.FUSED_ATTENTION.refuse(op, types)
+
+
+def _coded_refuse(op: FusedAttention, types: Types) -> str | None:
+    return _turns(types) or attention_ring_cuda.FUSED_ATTENTION_CODED.refuse(op, types)
 
 
 def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
@@ -84,26 +114,40 @@ def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
     return op.head_dim % (16 * tuning["warps"]) == 0 and parts(tuning) > 0
 
 
+def _coded_fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
+    """A warp adds 32 values of a row, and makes scores of whole groups of 64."""
+    return op.head_dim == 32 * tuning["warps"] and op.head_dim % (64 * parts(tuning)) == 0
+
+
 def routes(units: int) -> tuple[Route[Any], ...]:
-    """For a GPU of so many multiprocessors, a block on each.
+    """For a GPU of so many multiprocessors, a block on each; two of coded caches, where they are small.
 
     apart: thousands (1024) of tokens up to which each 8 columns have blocks of their own.
     """
-    sizes = ((8, 64, 2), (16, 64, 2), (8, 32, 4), (4, 32, 2))
-    tunings = tuple({"warps": w, "keys": k, "stages": s, "blocks": units, "apart": 16} for w, k, s in sizes)
-    return (
-        evolve(
-            split.FUSED_ATTENTION,
-            name="fused_attention.cuda.tile",
-            template="cuda/attention_tile.cu.j2",
-            geometry=_geometry,
-            context=_context,
-            workspace=_workspace,
-            refuse=_refuse,
-            fits=_fits,
-            needs=("sm80", "shared227"),  # for two tiles of 64 keys
-            widths=(1, 16),
-            tunings=tunings,
-            numerics="cuda.tile",
-        ),
+
+    def tuning(warps: int, keys: int, stages: int, blocks: int) -> Tuning:
+        return {"warps": warps, "keys": keys, "stages": stages, "blocks": blocks * units, "apart": 16}
+
+    plain = evolve(
+        split.FUSED_ATTENTION,
+        name="fused_attention.cuda.tile",
+        template="cuda/attention_tile.cu.j2",
+        geometry=_geometry,
+        context=_context,
+        workspace=_workspace,
+        refuse=_refuse,
+        fits=_fits,
+        needs=("sm80", "shared227"),  # for two tiles of 64 keys
+        widths=(1, 16),
+        tunings=(tuning(8, 64, 2, 1), tuning(16, 64, 2, 1), tuning(8, 32, 4, 1), tuning(4, 32, 2, 1)),
+        numerics="cuda.tile",
     )
+    coded = evolve(
+        plain,
+        name="fused_attention.cuda.tile_coded",
+        refuse=_coded_refuse,
+        fits=_coded_fits,
+        tunings=(tuning(8, 64, 4, 1), tuning(8, 64, 2, 2), tuning(4, 32, 3, 2)),
+        rtol=split.FUSED_ATTENTION_CODED.rtol,
+    )
+    return plain, coded
