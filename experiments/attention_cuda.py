@@ -57,7 +57,7 @@ def operands(fmt: KVFormat) -> tuple[FusedAttention, Types]:
     return op, (*types, *op.infer(types))
 
 
-def variants(gpu: Gpu, fmt: KVFormat, pages: int, rows: int, limit: int) -> list[Variant]:
+def variants(gpu: Gpu, fmt: KVFormat, pages: int, rows: int, limit: int, named: list[str]) -> list[Variant]:
     op, types = operands(fmt)
     env = Env(rows=rows, logit_rows=rows, seqs=1, slots=1, pages=pages, max_pages=pages)
     out = []
@@ -67,7 +67,7 @@ def variants(gpu: Gpu, fmt: KVFormat, pages: int, rows: int, limit: int) -> list
         *attention_ring_cuda.PLAIN,
         *attention_tile_cuda.routes(132),
     ):
-        if route.op is not FusedAttention or route.refuse(op, types):
+        if route.op is not FusedAttention or not any(n in route.name for n in named) or route.refuse(op, types):
             continue
         for tuning in [t for t in route.tunings if route.fits(op, types, t)][:limit]:
             g = route.geometry(op, types, env, tuning)
@@ -198,11 +198,12 @@ def main() -> None:
     parser.add_argument("--kv-dtype", nargs="+", default=["bf16", "rk8v4", "rk4v4"])
     parser.add_argument("--seconds", type=float, default=0.2, help="of timing a variant")
     parser.add_argument("--tunings", type=int, default=99, help="of a route, at most")
+    parser.add_argument("--routes", nargs="+", default=[""], help="only those whose name has one of these in it")
     parser.add_argument("--workers", type=int, default=16, help="that compile")
     args = parser.parse_args()
     gpu = Gpu(args.workers)
     points = [(name, tokens, rows) for name in args.kv_dtype for tokens in args.tokens for rows in args.rows]
-    found = {(name, tokens, rows): variants(gpu, by_name(name), tokens // PAGE, rows, args.tunings)
+    found = {(name, tokens, rows): variants(gpu, by_name(name), tokens // PAGE, rows, args.tunings, args.routes)
              for name, tokens, rows in points}  # fmt: skip
     gpu.load(v.kernel for vs in found.values() for v in vs)
     print(f"{gpu.name}: {HEADS} heads, {KV_HEADS} KV heads of {D}")

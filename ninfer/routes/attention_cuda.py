@@ -87,9 +87,14 @@ def column_groups(op: Attention | FusedAttention, env: Env) -> int:
     return ceil(env.rows * (op.heads // op.kv_heads) / 8)
 
 
-def joined_splits(head_dim: int) -> int:
-    """Splits whose sums a warp loads at once when it joins them."""
-    return 3072 // head_dim
+def joins(head_dim: int, columns: int, warps: int, resident: int = 1) -> Mapping[str, int]:
+    """How a block's warps join splits: runs of 64 values that one has of a column, and splits that it loads at once."""
+    runs = max(1, head_dim // 64)
+    pieces = runs
+    while pieces > 1 and columns * runs // pieces < warps:
+        pieces //= 2
+    registers = min(96, 65536 // (32 * warps * resident) - 48)
+    return {"pieces": pieces, "joined": max(1, registers // (2 * pieces))}
 
 
 def split_shared(head_dim: int, tuning: Tuning) -> tuple[int, int]:

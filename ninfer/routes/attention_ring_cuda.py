@@ -76,7 +76,7 @@ def _ring_context(op: Attention | FusedAttention, env: Env, tuning: Tuning) -> M
         "columns": chosen.columns,
         "groups": split.column_groups(op, env),
         "apart": APART,
-        "joined": split.joined_splits(op.head_dim),
+        **split.joins(op.head_dim, chosen.columns, tuning["warps"], max(1, 8 // tuning["warps"])),
         "stages": chosen.stages,
         "slack": SLACK,
         "scale_word": _WORDS.get(op.fmt.k.scale_bytes(op.head_dim)),  # a token's scales of keys, of values

@@ -20,6 +20,7 @@ from ninfer.routes import attention_ring_cuda
 from ninfer.routes.linear_cuda import SHARED_90
 from ninfer.routes.route import Geometry, Route, Tuning
 
+SHARED = SHARED_90 - 1024  # what is not dynamic beside
 MOST_COLUMNS = 64  # at a time: rows of a sequence times query heads of a KV head
 
 
@@ -38,7 +39,7 @@ def query_line(op: FusedAttention) -> tuple[int, int]:
     """Planes of the queries, and bytes of one: high and low parts, of some codes their negatives too."""
     if op.fmt.is_plain:
         return 2, 2 * op.head_dim + 16
-    return 4 if op.fmt.k.code is codes.LLOYD4 else 2, op.head_dim + 32
+    return 2 if op.fmt.k.code is codes.LLOYD4 else 1, 2 * op.head_dim + 64
 
 
 def stage_bytes(op: FusedAttention, tuning: Tuning) -> int:
@@ -46,29 +47,42 @@ def stage_bytes(op: FusedAttention, tuning: Tuning) -> int:
     return ceil(tuning["keys"] * op.fmt.bytes_per_token(1, op.head_dim) / 128) * 128
 
 
-def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: int) -> int:
-    """The ring, queries, weights, scores, factors, angles, coded queries' units; or all of the splits' shares."""
-    d, keys, (planes, line) = op.head_dim, tuning["keys"], query_line(op)
-    weights = (2 if op.fmt.is_plain else 1) * (2 * keys + 16)
-    own = planes * line + weights + 4 * parts(tuning) * (keys + 4) + 4
+def own_bytes(op: FusedAttention, tuning: Tuning, n: int) -> int:
+    """Of a team: weights, scores and factors of n columns, a tile's number, scales of values by group."""
+    line = 2 * tuning["keys"] + 16
+    weights = (2 if op.fmt.is_plain else 1) * line
+    scales = 0 if op.fmt.is_plain else op.head_dim // op.fmt.v.group * line
+    return n * (weights + 4 * parts(tuning) * (tuning["keys"] + 4) + 4) + 16 + scales
+
+
+def page_places(env: Env, most: int) -> int:
+    """Of a split, at most: a share of the sequence, or of the 16,384 tokens whose columns have blocks of their own."""
+    return ceil((max(ceil(env.max_pages / most), 64) + 3) / 4) * 4
+
+
+def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: int, stages: int) -> int:
+    """Rings, queries, each team's own, pages, angles, coded queries' units and rows; or all of the splits' shares."""
+    d, teams, most, (planes, line) = op.head_dim, tuning["teams"], splits(op, env, tuning), query_line(op)
     rotary = types[10].shape[0]
     assert isinstance(rotary, int)
-    coded = 0 if op.fmt.is_plain else n * (4 + d // 16) + tuning["warps"] * (d + 32)
-    all_of_it = tuning["stages"] * stage_bytes(op, tuning) + n * own + 8 * env.rows * rotary + coded
-    return max(all_of_it, 4 * tuning["warps"] * splits(op, env, tuning))
+    rings = teams * stages * stage_bytes(op, tuning)
+    coded = 0 if op.fmt.is_plain else 4 * n + teams * tuning["warps"] * (d + 32)
+    own = teams * own_bytes(op, tuning, n) + 8 * page_places(env, most) + 8 * env.rows * rotary
+    joined = teams * n * (4 * (d + 8) + 8) if teams > 1 else 0
+    return max(rings + n * planes * line + own + coded, joined, 4 * teams * tuning["warps"] * most)
 
 
-def columns(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
-    """In whole tiles of 8, as many as there are and shared memory holds."""
-    n = min(MOST_COLUMNS, 8 * split.column_groups(op, env))
-    while n > 8 and shared_bytes(op, types, env, tuning, n) > SHARED_90:
-        n -= 8
-    return n
+def shape(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> tuple[int, int, int]:
+    """Columns in whole tiles of 8, stages, bytes: all columns before more than two stages."""
+    n, stages = min(MOST_COLUMNS, 8 * split.column_groups(op, env)), tuning["stages"]
+    while (nbytes := shared_bytes(op, types, env, tuning, n, stages)) > SHARED and (stages > 2 or n > 8):
+        n, stages = (n, stages - 1) if stages > 2 else (n - 8, stages)
+    return n, stages, nbytes
 
 
 def _geometry(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Geometry:
     grid = (op.kv_heads, splits(op, env, tuning), env.seqs)
-    return Geometry(grid, 32 * tuning["warps"], shared_bytes(op, types, env, tuning, columns(op, types, env, tuning)))
+    return Geometry(grid, 32 * tuning["warps"] * tuning["teams"], shape(op, types, env, tuning)[2])
 
 
 def _workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> int:
@@ -76,23 +90,29 @@ def _workspace(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> in
 
 
 def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    w, n, most = tuning["warps"], columns(op, types, env, tuning), splits(op, env, tuning)
+    w, most, teams = tuning["warps"], splits(op, env, tuning), tuning["teams"]
+    n, stages, _ = shape(op, types, env, tuning)
     return {
         **split.FUSED_ATTENTION.context(op, types, env, {"warps": w, "splits": most}),
         "splits": most,
         "columns": n,
         "keys": tuning["keys"],
-        "stages": tuning["stages"],
+        "stages": stages,
         "stage": stage_bytes(op, tuning),
+        "teams": teams,
+        "team_sync": "__syncthreads();" if teams == 1 else f"bar_sync(1 + team, {32 * w});",
+        "resident": tuning["resident"],
+        "own": own_bytes(op, tuning, n),
+        "pages": page_places(env, most),
         "q_planes": query_line(op)[0],
         "q_line": query_line(op)[1],
         "p_planes": 2 if op.fmt.is_plain else 1,
         "parts": parts(tuning),
-        "slack": 0,
+        "slack": attention_ring_cuda.SLACK,
         "apart": tuning["apart"] * 1024,
         "groups": split.column_groups(op, env),
-        "ahead": min(4, ceil((n + 2 * env.rows) / w)),  # rows that a warp loads at once
-        "joined": split.joined_splits(op.head_dim),
+        "ahead": min(4, ceil((n + 2 * env.rows) / (w * teams))),  # rows that a warp loads at once
+        **split.joins(op.head_dim, n, w * teams, tuning["resident"]),
     }
 
 
@@ -115,8 +135,9 @@ def _fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
 
 
 def _coded_fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
-    """A warp adds 32 values of a row, and makes scores of whole groups of 64."""
-    return op.head_dim == 32 * tuning["warps"] and op.head_dim % (64 * parts(tuning)) == 0
+    """A warp adds 32 values of a row, of 32 keys at a time, and makes scores of whole groups of 64."""
+    whole = tuning["keys"] % 32 == 0 and parts(tuning) > 0
+    return whole and op.head_dim == 32 * tuning["warps"] and op.head_dim % (64 * parts(tuning)) == 0
 
 
 def routes(units: int) -> tuple[Route[Any], ...]:
@@ -125,8 +146,9 @@ def routes(units: int) -> tuple[Route[Any], ...]:
     apart: thousands (1024) of tokens up to which each 8 columns have blocks of their own.
     """
 
-    def tuning(warps: int, keys: int, stages: int, blocks: int) -> Tuning:
-        return {"warps": warps, "keys": keys, "stages": stages, "blocks": blocks * units, "apart": 16}
+    def tuning(warps: int, keys: int, stages: int, teams: int = 1, resident: int = 1) -> Tuning:
+        return {"warps": warps, "keys": keys, "stages": stages, "teams": teams, "resident": resident,
+                "blocks": resident * units, "apart": 16}  # fmt: skip
 
     plain = evolve(
         split.FUSED_ATTENTION,
@@ -139,7 +161,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         fits=_fits,
         needs=("sm80", "shared227"),  # for two tiles of 64 keys
         widths=(1, 16),
-        tunings=(tuning(8, 64, 2, 1), tuning(16, 64, 2, 1), tuning(8, 32, 4, 1), tuning(4, 32, 2, 1)),
+        tunings=(tuning(8, 64, 2), tuning(8, 64, 3), tuning(8, 32, 6), tuning(8, 32, 3, 2), tuning(8, 32, 4), tuning(4, 32, 2)),
         numerics="cuda.tile",
     )
     coded = evolve(
@@ -147,7 +169,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         name="fused_attention.cuda.tile_coded",
         refuse=_coded_refuse,
         fits=_coded_fits,
-        tunings=(tuning(8, 64, 4, 1), tuning(8, 64, 2, 2), tuning(4, 32, 3, 2)),
+        tunings=(tuning(8, 64, 4, 2), tuning(8, 64, 6), tuning(8, 64, 2, 3), tuning(8, 128, 2, 2), tuning(8, 128, 3), tuning(8, 64, 3, 1, 2), tuning(4, 64, 4, 4)),
         rtol=split.FUSED_ATTENTION_CODED.rtol,
     )
     return plain, coded

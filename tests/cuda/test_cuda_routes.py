@@ -29,18 +29,26 @@ def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimProg
 
 
 # of attention by tiles: several tiles a block, more than its ring has; columns together and apart
-TILED: tuple[Tuning, ...] = (
-    {"warps": 8, "keys": 16, "stages": 2, "blocks": 1, "apart": 0},
-    {"warps": 8, "keys": 16, "stages": 3, "blocks": 50, "apart": 16},
-    {"warps": 8, "keys": 32, "stages": 2, "blocks": 2, "apart": 0},
-    {"warps": 4, "keys": 32, "stages": 2, "blocks": 40, "apart": 16},
-    {"warps": 4, "keys": 64, "stages": 2, "blocks": 1, "apart": 0},
+TILED: tuple[Tuning, ...] = tuple(
+    {"warps": warps, "keys": keys, "stages": stages, "teams": teams, "resident": 1, "blocks": blocks, "apart": apart}
+    for warps, keys, stages, teams, blocks, apart in (
+        (8, 16, 2, 1, 1, 0),
+        (8, 16, 3, 1, 50, 16),
+        (8, 32, 2, 1, 2, 0),
+        (4, 32, 2, 1, 40, 16),
+        (4, 64, 2, 1, 1, 0),
+        (8, 64, 2, 1, 1, 0),
+        (8, 32, 2, 2, 1, 0),
+        (4, 32, 2, 3, 40, 16),
+    )
 )
 MANY_TILES = [
     evolve(t, candidate=Candidate(t.candidate.route, tuning))
     for t in TRIALS
-    if t.candidate.route.name == "fused_attention.cuda.tile" and t.candidate.tuning == t.candidate.route.tunings[0]
+    if t.candidate.route.name.startswith("fused_attention.cuda.tile")
+    and t.candidate.tuning == t.candidate.route.tunings[0]
     for tuning in TILED
+    if t.candidate.route.fits(t.case.op, t.case.types, tuning)
 ]
 
 
