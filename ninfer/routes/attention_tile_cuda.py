@@ -55,9 +55,10 @@ def own_bytes(op: FusedAttention, tuning: Tuning, n: int) -> int:
     return n * (weights + 4 * parts(tuning) * (tuning["keys"] + 4) + 4) + 16 + scales
 
 
-def page_places(env: Env, most: int) -> int:
-    """Of a split, at most: a share of the sequence, or of the 16,384 tokens whose columns have blocks of their own."""
-    return ceil((max(ceil(env.max_pages / most), 64) + 3) / 4) * 4
+def page_places(env: Env, tuning: Tuning, most: int) -> int:
+    """Pages of a split, at most: a share of the sequence, or a fourth where columns have blocks of their own."""
+    apart = min(env.max_pages, tuning["apart"] * 1024 // PAGE)
+    return ceil((max(ceil(env.max_pages / most), ceil(apart / 4)) + 3) / 2) * 2
 
 
 def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: int, stages: int) -> int:
@@ -67,7 +68,7 @@ def shared_bytes(op: FusedAttention, types: Types, env: Env, tuning: Tuning, n: 
     assert isinstance(rotary, int)
     rings = teams * stages * stage_bytes(op, tuning)
     coded = 0 if op.fmt.is_plain else 4 * n + teams * tuning["warps"] * (d + 32)
-    own = teams * own_bytes(op, tuning, n) + 8 * page_places(env, most) + 8 * env.rows * rotary
+    own = teams * own_bytes(op, tuning, n) + 8 * page_places(env, tuning, most) + 8 * env.rows * rotary
     joined = teams * n * (4 * (d + 8) + 8) if teams > 1 else 0
     return max(rings + n * planes * line + own + coded, joined, 4 * teams * tuning["warps"] * most)
 
@@ -103,7 +104,7 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
         "team_sync": "__syncthreads();" if teams == 1 else f"bar_sync(1 + team, {32 * w});",
         "resident": tuning["resident"],
         "own": own_bytes(op, tuning, n),
-        "pages": page_places(env, most),
+        "pages": page_places(env, tuning, most),
         "q_planes": query_line(op)[0],
         "q_line": query_line(op)[1],
         "p_planes": 2 if op.fmt.is_plain else 1,
@@ -161,7 +162,14 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         fits=_fits,
         needs=("sm80", "shared227"),  # for two tiles of 64 keys
         widths=(1, 16),
-        tunings=(tuning(8, 64, 2), tuning(8, 64, 3), tuning(8, 32, 6), tuning(8, 32, 3, 2), tuning(8, 32, 4), tuning(4, 32, 2)),
+        tunings=(
+            tuning(8, 64, 2),
+            tuning(8, 64, 3),
+            tuning(8, 32, 6),
+            tuning(8, 32, 3, 2),
+            tuning(8, 32, 4),
+            tuning(4, 32, 2),
+        ),
         numerics="cuda.tile",
     )
     coded = evolve(
@@ -169,7 +177,15 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         name="fused_attention.cuda.tile_coded",
         refuse=_coded_refuse,
         fits=_coded_fits,
-        tunings=(tuning(8, 64, 4, 2), tuning(8, 64, 6), tuning(8, 64, 2, 3), tuning(8, 128, 2, 2), tuning(8, 128, 3), tuning(8, 64, 3, 1, 2), tuning(4, 64, 4, 4)),
+        tunings=(
+            tuning(8, 64, 4, 2),
+            tuning(8, 64, 6),
+            tuning(8, 64, 2, 3),
+            tuning(8, 128, 2, 2),
+            tuning(8, 128, 3),
+            tuning(8, 64, 3, 1, 2),
+            tuning(4, 64, 4, 4),
+        ),
         rtol=split.FUSED_ATTENTION_CODED.rtol,
     )
     return plain, coded
