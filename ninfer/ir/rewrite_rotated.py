@@ -35,8 +35,8 @@ def rotations(r: Rewriter) -> None:
 def _made_and_rotated(r: Rewriter, node: Node) -> None:
     assert isinstance(node.op, Hadamard)
     x, signs = node.args
-    maker = r.maker(x)
-    if maker is None or maker.outs != (x,) or not isinstance(maker.op, MAKERS) or signs.kind is not Kind.CONST:
+    maker = r.only_maker(x)
+    if maker is None or not isinstance(maker.op, MAKERS) or signs.kind is not Kind.CONST:
         return
     keep = len(r.readers(x)) > 1 or x in r.graph.outputs.values()
     op, outs = Rotated(maker.op, node.op.block, keep), (x, *node.outs) if keep else node.outs

@@ -112,16 +112,11 @@ def _draft_input(r: Rewriter, node: Node) -> None:
 def _keep_normed(r: Rewriter, node: Node) -> None:
     """Nothing but the ring and the taken rows reads what the norm makes."""
     h, index = node.args
-    norm = r.maker(h)
-    store = next((n for n in r.readers(h) if isinstance(n.op, RingStore)), None)
-    if (
-        norm is None
-        or norm.outs != (h,)
-        or not isinstance(norm.op, RmsNorm)
-        or store is None
-        or len(r.readers(h)) != 2
-        or h in r.graph.outputs.values()
-    ):
+    norm, readers = r.only_maker(h), r.readers(h)
+    store = next((n for n in readers if isinstance(n.op, RingStore)), None)
+    if norm is None or not isinstance(norm.op, RmsNorm) or store is None:
+        return
+    if len(readers) != 2 or h in r.graph.outputs.values():
         return
     (x, w), norm_op, store_op = norm.args, norm.op, store.op
     if w.type.shape != x.type.shape[1:]:

@@ -56,13 +56,17 @@ class Rewriter:
         """The node that this is a result of."""
         return self._maker.get(value)
 
+    def only_maker(self, value: Value) -> Node | None:
+        """The node whose only result this is."""
+        node = self.maker(value)
+        return node if node is not None and len(node.outs) == 1 else None
+
     def made_by(self, value: Value, kind: type[O]) -> Node | None:
         """The node of that kind whose only result this is, if nothing but one node reads it."""
-        node = self.maker(value)
-        if node is None or value in self.graph.outputs.values():
+        node = self.only_maker(value)
+        if node is None or value in self.graph.outputs.values() or len(self.readers(value)) != 1:
             return None
-        alone = len(node.outs) == 1 and len(self.readers(value)) == 1
-        return node if alone and type(node.op) is kind else None
+        return node if type(node.op) is kind else None
 
     def readers(self, value: Value) -> list[Node]:
         """In the order of the graph."""

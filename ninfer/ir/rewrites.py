@@ -199,8 +199,8 @@ def _weighed(r: Rewriter, node: Node) -> None:
     x, weight, *matrices = node.args
     if any(isinstance(n.op, FusedExperts) and n.args[1] is y for y in node.outs for n in r.readers(y)):
         return  # the router's scores choose: they are of activations as exact as can be
-    maker, n = r.maker(x), x.type.shape[1]
-    if maker is None or maker.outs != (x,) or not isinstance(n, int) or n % GROUP:
+    maker, n = r.only_maker(x), x.type.shape[1]
+    if maker is None or not isinstance(n, int) or n % GROUP:
         return
     add = FusedLinear(epilogue="add") if isinstance(maker.op, LinearAdd) else maker.op
     if not isinstance(add, FusedLinear) or add.epilogue != "add" or add.quant or add.weigh:
