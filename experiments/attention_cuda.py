@@ -65,7 +65,7 @@ def variants(gpu: Gpu, fmt: KVFormat, pages: int, rows: int, limit: int, named: 
         *attention_cuda.ROUTES,
         *attention_ring_cuda.CODED,
         *attention_ring_cuda.PLAIN,
-        *attention_tile_cuda.routes(132),
+        *attention_tile_cuda.routes(gpu.units),
     ):
         if route.op is not FusedAttention or not any(n in route.name for n in named) or route.refuse(op, types):
             continue

@@ -102,7 +102,6 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
         "stage": stage_bytes(op, tuning),
         "teams": teams,
         "team_sync": "__syncthreads();" if teams == 1 else f"bar_sync(1 + team, {32 * w});",
-        "resident": tuning["resident"],
         "own": own_bytes(op, tuning, n),
         "pages": page_places(env, tuning, most),
         "q_planes": query_line(op)[0],
@@ -113,7 +112,7 @@ def _context(op: FusedAttention, types: Types, env: Env, tuning: Tuning) -> Mapp
         "apart": tuning["apart"] * 1024,
         "groups": split.column_groups(op, env),
         "ahead": min(4, ceil((n + 2 * env.rows) / (w * teams))),  # rows that a warp loads at once
-        **split.joins(op.head_dim, n, w * teams, tuning["resident"]),
+        **split.joins(op.head_dim, n, w * teams),
     }
 
 
@@ -142,14 +141,13 @@ def _coded_fits(op: FusedAttention, types: Types, tuning: Tuning) -> bool:
 
 
 def routes(units: int) -> tuple[Route[Any], ...]:
-    """For a GPU of so many multiprocessors, a block on each; two of coded caches, where they are small.
+    """For a GPU of so many multiprocessors, a block on each.
 
     apart: thousands (1024) of tokens up to which each 8 columns have blocks of their own.
     """
 
-    def tuning(warps: int, keys: int, stages: int, teams: int = 1, resident: int = 1) -> Tuning:
-        return {"warps": warps, "keys": keys, "stages": stages, "teams": teams, "resident": resident,
-                "blocks": resident * units, "apart": 16}  # fmt: skip
+    def tuning(warps: int, keys: int, stages: int, teams: int = 1) -> Tuning:
+        return {"warps": warps, "keys": keys, "stages": stages, "teams": teams, "blocks": units, "apart": 16}
 
     plain = evolve(
         split.FUSED_ATTENTION,
@@ -165,9 +163,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         tunings=(
             tuning(8, 64, 2),
             tuning(8, 64, 3),
-            tuning(8, 32, 6),
             tuning(8, 32, 3, 2),
-            tuning(8, 32, 4),
             tuning(4, 32, 2),
         ),
         numerics="cuda.tile",
@@ -179,11 +175,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         fits=_coded_fits,
         tunings=(
             tuning(8, 64, 4, 2),
-            tuning(8, 64, 6),
             tuning(8, 64, 2, 3),
-            tuning(8, 128, 2, 2),
-            tuning(8, 128, 3),
-            tuning(8, 64, 3, 1, 2),
+            tuning(8, 128, 2, 2),  # faster at 131,072 tokens, slower at 512
             tuning(4, 64, 4, 4),
         ),
         rtol=split.FUSED_ATTENTION_CODED.rtol,

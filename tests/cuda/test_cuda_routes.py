@@ -30,7 +30,7 @@ def test_a_route_computes_its_op(trial: Trial, order: int, sim_programs: SimProg
 
 # of attention by tiles: several tiles a block, more than its ring has; columns together and apart
 TILED: tuple[Tuning, ...] = tuple(
-    {"warps": warps, "keys": keys, "stages": stages, "teams": teams, "resident": 1, "blocks": blocks, "apart": apart}
+    {"warps": warps, "keys": keys, "stages": stages, "teams": teams, "blocks": blocks, "apart": apart}
     for warps, keys, stages, teams, blocks, apart in (
         (8, 16, 2, 1, 1, 0),
         (8, 16, 3, 1, 50, 16),
