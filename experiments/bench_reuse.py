@@ -16,8 +16,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def first_token(engine: Engine, prompt: list[int], name: str) -> tuple[float, li
     told: list[Delta] = []
     at: list[float] = []
 
-    def sink(news: Any) -> None:
+    def sink(news: Sequence[Delta]) -> None:
         told.extend(news)
         if not at and any(d.tokens for d in news):
             at.append(time.perf_counter())

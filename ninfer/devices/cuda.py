@@ -244,7 +244,6 @@ class CudaMemory:
 
     def reserve_rows(self, counts: Mapping[int, int]) -> None:
         """Into cupy's pool of pinned memory, which `read_rows` takes from. Memory that cannot be pinned is left out."""
-
         cuda = self.device.cupy.cuda
 
         def pin() -> None:
