@@ -108,7 +108,7 @@ def cluster_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> 
 
 
 def cluster_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
-    return {"warps": 4, "parts": op.value_dim // 32, "moves": bool(op.mutates)}
+    return {"warps": 4, "parts": op.value_dim // 32}
 
 
 def fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
