@@ -111,6 +111,18 @@ def cluster_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> M
     return {"warps": 4, "parts": op.value_dim // 32}
 
 
+def shared_fits(op: FusedDelta, types: Types, tuning: Tuning) -> bool:
+    """A warp has rows of a head's state in eights, and the block a thread for each value; with them lie the past of the
+    convolution and its outputs."""
+    threads, words = 32 * tuning["warps"], op.value_dim * op.key_dim + 4 * (2 * op.key_dim + op.value_dim)
+    fits = tuning["resident"] * (4 * words + (2 << 10)) <= 227 << 10
+    return fits and op.value_dim % (8 * tuning["warps"]) == 0 and op.value_dim <= threads
+
+
+def shared_geometry(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Geometry:
+    return Geometry((op.value_heads, env.seqs, 1), 32 * tuning["warps"], 4 * op.value_dim * op.key_dim)
+
+
 def fused_context(op: FusedDelta, types: Types, env: Env, tuning: Tuning) -> Mapping[str, Any]:
     return {"warps": op.value_dim // 8, "moves": bool(op.mutates)}
 
@@ -173,6 +185,19 @@ FUSED_DELTA_CLUSTER = Route(
     numerics="cuda.cluster",
     sim=False,
 )
+FUSED_DELTA_SHARED = Route(
+    name="fused_delta.cuda.shared",
+    op=FusedDelta,
+    device="cuda",
+    template="cuda/fused_delta_shared.cu.j2",
+    geometry=shared_geometry,
+    tunings=({"warps": 4, "resident": 3}, {"warps": 8, "resident": 2}),
+    fits=shared_fits,
+    refuse=fused_refuse,
+    widths=(3, 64),  # a block of a head that has a multiprocessor for itself is faster in registers
+    needs=("sm90", "shared227"),
+    numerics="cuda.shared",
+)
 FUSED_DELTA_PEEK = Route(
     name="fused_delta_peek.cuda",
     op=FusedDeltaPeek,
@@ -184,4 +209,12 @@ FUSED_DELTA_PEEK = Route(
     numerics="cuda",
 )
 
-ROUTES: tuple[Route[Any], ...] = (FUSED_DELTA, FUSED_DELTA_CLUSTER, FUSED_DELTA_PEEK, CONV, DELTA_CHUNKED, DELTA)
+ROUTES: tuple[Route[Any], ...] = (
+    FUSED_DELTA,
+    FUSED_DELTA_CLUSTER,
+    FUSED_DELTA_SHARED,
+    FUSED_DELTA_PEEK,
+    CONV,
+    DELTA_CHUNKED,
+    DELTA,
+)
