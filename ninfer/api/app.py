@@ -13,6 +13,7 @@ from litestar.config.cors import CORSConfig
 from litestar.connection import ASGIConnection
 from litestar.datastructures import MutableScopeHeaders
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from litestar.plugins import PluginProtocol
 from litestar.types import Guard, Message, Scope
 
 from ninfer.api import (
@@ -55,6 +56,14 @@ GENERATION: tuple[tuple[str, tuple[str, ...], Parse], ...] = (
 )
 
 
+class _App(Litestar):
+    """Without the plugin for models of pydantic: none are used, and its imports take a fifth of a second."""
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        return plugins
+
+
 def build_app(loaded: Loaded, client: EngineClient, config: ServeConfig, log: RequestLog | None = None) -> Litestar:
     """The application of one model around the client of its engine.   log: closed when the application ends."""
     serving = Serving(
@@ -85,7 +94,7 @@ def application(serving: Serving, config: ServeConfig, *, on_shutdown: Sequence[
     generation = (*GENERATION, ("openai_responses", responses_routes.PREFIXES, responses.parse))
     generating = [_generation(serving, name, paths, parse) for name, paths, parse in generation]
     keys = config.all_api_keys()
-    return Litestar(
+    return _App(
         [
             *generating,
             *anthropic.routes(serving),

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 from attrs import frozen
 
 from ninfer.cli.output import Console, configure_logging, version
+from ninfer.cli.starting import starting
 from ninfer.config import EngineConfig, SamplingDefaults, file, flag, group, parse, whole
 from ninfer.errors import BadRequest, UsageError
 from ninfer.formats.kv import KV_FORMATS
@@ -276,10 +277,11 @@ def body(argv: Sequence[str]) -> int:
     if config.messages is not None:
         read_messages(config.messages)
     configure_logging(config.log_level)
-    from ninfer.cli.speech import load_speech  # late: a bad flag is told at once
-
     console = Console()
     chatty = config.engine.explain or config.log_level in ("debug", "info")
-    engine, speech, preset = load_speech(config, console, chatty)
+    with starting(config.engine.device):
+        from ninfer.cli.speech import load_speech  # late: a bad flag is told at once
+
+        engine, speech, preset = load_speech(config, console, chatty)
     with engine:
         return speak(config, engine, speech, preset, console)

@@ -14,18 +14,21 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import attrs
 import uvicorn
 
 from ninfer.api.request_log import RequestLog
 from ninfer.cli.output import Console, configure_logging, run, version
+from ninfer.cli.starting import starting
 from ninfer.config import ServeConfig, parse
 from ninfer.errors import UsageError
 from ninfer.formats.kv import KV_FORMATS
-from ninfer.runtime.client import AsyncEngineClient
-from ninfer.runtime.engine import Engine
+
+if TYPE_CHECKING:  # the engine and the application are imported while the driver starts
+    from ninfer.runtime.client import AsyncEngineClient
+    from ninfer.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +128,7 @@ def url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-Start = Callable[[], tuple[Engine, Callable[[AsyncEngineClient], App]]]
+Start: TypeAlias = "Callable[[], tuple[Engine, Callable[[AsyncEngineClient], App]]]"
 """Loads a model: the engine, not yet started, and what makes the application around its client. Takes a while."""
 
 
@@ -163,6 +166,8 @@ async def serve(config: ServeConfig, sock: socket.socket, start: Start, console:
         raise
     with engine:
         engine.start()
+        from ninfer.runtime.client import AsyncEngineClient
+
         client = AsyncEngineClient(engine)
         app = build(client)
         lifespan = Lifespan(app)
@@ -245,11 +250,14 @@ def load_engine(
     config: ServeConfig, console: Console, log: RequestLog | None = None
 ) -> tuple[Engine, Callable[[AsyncEngineClient], App]]:
     """The model of the flags."""
-    from ninfer.api.app import build_app  # late, so that a bad flag or a busy port is told at once
-    from ninfer.runtime.load import load
-
     begun = time.perf_counter()
-    loaded = load(config.engine, console.report, console.progress, grafts=config.grafts)
+    with starting(config.engine.device):  # late imports: a bad flag or a busy port is told at once
+        from ninfer.runtime.engine import Engine
+        from ninfer.runtime.load import load
+
+        loaded = load(config.engine, console.report, console.progress, grafts=config.grafts)
+        from ninfer.api.app import build_app
+
     if config.engine.explain:
         console.line(loaded.explain())
     console.report("loaded", f"{loaded.model_id}  in {time.perf_counter() - begun:.1f} s")
