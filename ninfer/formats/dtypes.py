@@ -13,9 +13,10 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 
-@frozen
+@frozen(eq=False)
 class DType:
-    """numpy: the carrier; c_name: the C storage type (f16 and bf16 are stored as u16)."""
+    """numpy: the carrier; c_name: the C storage type (f16 and bf16 are stored as u16). Compared by identity: there is
+    one value per type."""
 
     name: str
     numpy: np.dtype[Any] = field(converter=np.dtype)

@@ -59,7 +59,7 @@ class Env:
                 return self.max_pages
 
 
-@frozen
+@frozen(cache_hash=True)
 class TensorType:
     """shape: a Sym stands first, if at all (or for page tables [S, M]). fmt: the bytes of a weight matrix.
 

@@ -7,6 +7,7 @@ keep them, at the price of more instructions per weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -606,8 +607,13 @@ def _wide_loads(op: Op, types: Types) -> str | None:
 
 
 def _least(op: Op, types: Types, rows: int, tuning: Tuning) -> dict[str, Any]:
-    """The context with the smallest ring of weights."""
-    return _stream(op, types, Env(rows=rows, logit_rows=rows, seqs=rows), tuning, 2)
+    """The context with the smallest ring of weights. Asked for several times by the conditions of one route."""
+    return _least_of(op, types, rows, tuple(tuning.items()))
+
+
+@cache
+def _least_of(op: Op, types: Types, rows: int, tuning: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+    return _stream(op, types, Env(rows=rows, logit_rows=rows, seqs=rows), dict(tuning), 2)
 
 
 def _needs(op: Op, types: Types, rows: int, tuning: Tuning) -> int:

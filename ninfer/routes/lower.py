@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from ninfer.devices.base import Geometry, Source
 from ninfer.devices.plan import BufferRef, Launch, Place, Plan
@@ -154,7 +154,7 @@ class Lowering:
                 if out not in named:
                     held[out] = arena.take(out.type.nbytes(env))
             args = [ref(v) for v in (*node.args, *node.outs)]
-            launches += [evolve(x, frame=part.frame) for x in self.launches(node, types, env, candidate, args, arena)]
+            launches += self.launches(node, types, env, candidate, args, arena, part.frame)
             for value in {*node.args, *node.outs}:
                 if value in held and last_use.get(value, i) <= i:
                     arena.give(*held.pop(value))
@@ -168,6 +168,7 @@ class Lowering:
         candidate: Candidate | None,
         args: list[BufferRef],
         arena: Arena,
+        frame: int = 0,
     ) -> list[Launch]:
         num_inputs = len(node.args)
 
@@ -177,7 +178,7 @@ class Lowering:
             library: tuple[str, dict[str, object]] | None,
             geometry: Geometry,
         ) -> Launch:
-            return Launch(node.op, route, source, library, geometry, tuple(args), types, num_inputs, node.layer)
+            return Launch(node.op, route, source, library, geometry, tuple(args), types, num_inputs, node.layer, frame)
 
         if candidate is None:
             return [launch("reference", None, None, Geometry())]

@@ -90,13 +90,16 @@ class Route(Generic[O]):
 
     def refusal(self, op: O, types: Types, env: Env, device: DeviceInfo) -> str | None:
         """None: the route can compute this; otherwise a sentence that says why not."""
+        low, high = self.widths
+        if not low <= width_of(types, env) <= high:
+            return f"serves widths {low}-{high}"
+        return self.refusal_at_any_width(op, types, device)
+
+    def refusal_at_any_width(self, op: O, types: Types, device: DeviceInfo) -> str | None:
         if device.kind != self.device and not (device.kind == "cuda-sim" and self.device == "cuda"):
             return f"runs on {self.device}"
         if device.kind == "cuda-sim" and not self.sim:
             return "needs instructions that the simulation lacks"
-        low, high = self.widths
-        if not low <= width_of(types, env) <= high:
-            return f"serves widths {low}-{high}"
         missing = [f for f in self.needs if f not in device.features]
         if missing:
             return f"needs {', '.join(missing)}"
@@ -112,9 +115,10 @@ class Candidate:
 
     route: Route[Any]
     tuning: Tuning
+    id: str = field(init=False)
 
-    @property
-    def id(self) -> str:
+    @id.default
+    def _id(self) -> str:
         settings = ",".join(f"{k}{v}" for k, v in sorted(self.tuning.items()))
         return f"{self.route.name}/{settings}" if settings else self.route.name
 
@@ -124,21 +128,30 @@ class RouteRegistry:
     """An immutable set of routes, in default order: the first that accepts wins where nothing was measured."""
 
     routes: tuple[Route[Any], ...]
+    _at_any_width: dict[object, tuple[Candidate, ...]] = field(factory=dict, init=False, eq=False, repr=False)
     _found: dict[object, tuple[Candidate, ...]] = field(factory=dict, init=False, eq=False, repr=False)
 
     def candidates(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> tuple[Candidate, ...]:
         """Those of equal ops are found once: a model asks for the same few in each of its layers, and again and again
-        while it is fused."""
-        key = (op, types, width_of(types, env), device)
+        while it is fused for each width."""
+        width = width_of(types, env)
+        key = (op, types, width, device)
         if key not in self._found:
-            self._found[key] = tuple(
+            found = self._of_every_width(op, types, device)
+            self._found[key] = tuple(c for c in found if c.route.widths[0] <= width <= c.route.widths[1])
+        return self._found[key]
+
+    def _of_every_width(self, op: Op, types: Types, device: DeviceInfo) -> tuple[Candidate, ...]:
+        key = (op, types, device)
+        if key not in self._at_any_width:
+            self._at_any_width[key] = tuple(
                 Candidate(route, tuning)
                 for route in self.routes
-                if route.op is type(op) and route.refusal(op, types, env, device) is None
+                if route.op is type(op) and route.refusal_at_any_width(op, types, device) is None
                 for tuning in route.tunings
                 if route.fits(op, types, tuning)
             )
-        return self._found[key]
+        return self._at_any_width[key]
 
     def explain(self, op: Op, types: Types, env: Env, device: DeviceInfo) -> str:
         """Every route of the op with what it says, a line each."""

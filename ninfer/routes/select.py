@@ -20,9 +20,16 @@ class Selector:
     profile: DeviceProfile
     deterministic: bool = False
     used: dict[tuple[str, int], str] = field(factory=dict)  # (op key, width) -> candidate id, for --explain
+    _chosen: dict[tuple[Op, Types, Env], Candidate | None] = field(factory=dict, init=False)
 
     def choose(self, op: Op, types: Types, env: Env) -> Candidate | None:
         """None: only the op's reference can compute this here (CPU). Raises NoRoute on other devices."""
+        asked = (op, types, env)
+        if asked not in self._chosen:
+            self._chosen[asked] = self._choose(op, types, env)
+        return self._chosen[asked]
+
+    def _choose(self, op: Op, types: Types, env: Env) -> Candidate | None:
         candidates = self.registry.candidates(op, types, env, self.info)
         if not candidates:
             if self.info.kind == "cpu":

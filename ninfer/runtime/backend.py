@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from ninfer.artifacts import Artifact
@@ -45,6 +45,8 @@ from ninfer.runtime.weights import bind_weights
 Report = Callable[[str, str], None]
 Progress = Callable[[str, int, int], None]  # what, done, total
 
+Answers = dict[tuple[Op, Types], bool]  # whether there is a route
+
 CODES_WIDTH = 32  # rows up to which 8-bit codes pass between a GPU's kernels; wider steps are bound by arithmetic
 
 
@@ -58,6 +60,7 @@ class Backend:
     free_bytes: int | None
     deterministic: bool = False
     is_opted: bool = False
+    _fused: dict[tuple[Graph, bool], list[tuple[Answers, Graph]]] = field(factory=dict, init=False)
 
     @property
     def info(self) -> DeviceInfo:
@@ -72,16 +75,29 @@ class Backend:
         """The graph as this device runs it at a width: fused as far as there are routes.
 
         Fused kernels of GPUs round activations; under --deterministic every width runs the same unfused routes, but
-        for rotations, which are the same bits fused or not.
+        for rotations, which are the same bits fused or not. One that was fused for another width is taken where every
+        question on the way has the same answer.
         """
+        codes = env.rows <= CODES_WIDTH
+        known = self._fused.setdefault((graph, codes), [])
+        for answers, fused in known:
+            if all(self._accepts(op, types, env) == answer for (op, types), answer in answers.items()):
+                return fused
+        asked: Answers = {}
 
         def accepts(op: Op, types: Types) -> bool:
-            return bool(self.registry.candidates(op, types, env, self.info))
+            answer = asked[op, types] = self._accepts(op, types, env)
+            return answer
 
         if not self.is_gpu or self.deterministic:
-            return fuse_rotations(graph, accepts)
-        codes = env.rows <= CODES_WIDTH
-        return fuse(by_permission(graph) if self.is_opted and not codes else graph, accepts, codes=codes)
+            fused = fuse_rotations(graph, accepts)
+        else:
+            fused = fuse(by_permission(graph) if self.is_opted and not codes else graph, accepts, codes=codes)
+        known.append((asked, fused))
+        return fused
+
+    def _accepts(self, op: Op, types: Types, env: Env) -> bool:
+        return bool(self.registry.candidates(op, types, env, self.info))
 
     def weights(
         self, graph: Graph, artifact: Artifact, progress: Progress, *, bound: Collection[str] = ()

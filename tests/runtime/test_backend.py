@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from ninfer.config import EngineConfig
 from ninfer.devices.cuda import cuda_missing
 from ninfer.errors import DeviceError, UsageError
+from ninfer.ir.types import Env
 from ninfer.runtime.backend import open_backend
 from ninfer.runtime.batch import Draw, Drawn, SeqRows
-from ninfer.runtime.load import calibrate_model, load
+from ninfer.runtime.load import calibrate_model, load, open_model
 from ninfer.runtime.request import Sampling
 
 
@@ -89,3 +91,16 @@ def test_times_of_a_simulation_are_refused() -> None:
 def test_format_is_for_synthetic_models(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--quantize q4_g64"):
         load(EngineConfig(model=str(tmp_path), format="q4_g64"))
+
+
+def test_a_graph_is_fused_once_for_all_widths_with_the_same_routes() -> None:
+    model = open_model(config("cuda-sim"))
+    backend = open_backend(config("cuda-sim"), lambda *_: None, lambda *_: None)
+    graph = model.graph("sample")
+    fused = {rows: backend.graph(graph, Env(rows=rows, logit_rows=1, seqs=1)) for rows in (1, 2, 64, 128)}
+    assert fused[1] is fused[2] and fused[64] is fused[128]
+    assert fused[1] is not fused[64]  # codes pass between kernels in narrow steps alone
+    for rows, found in fused.items():
+        env = Env(rows=rows, logit_rows=1, seqs=1)
+        alone = evolve(backend).graph(graph, env)  # which has fused nothing yet
+        assert [n.op for n in found.nodes] == [n.op for n in alone.nodes]
