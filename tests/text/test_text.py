@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
 
 from ninfer.artifacts import open_artifact
 from ninfer.artifacts.demo import demo_path
@@ -51,6 +53,22 @@ def test_chat_template_of_a_gguf_renders_the_reference_prompts(smollm2: Tokenize
         prompt = ChatTemplate(template).render(run["messages"])
         assert prompt == run["prompt"]
         assert smollm2.encode(prompt) == run["prompt_ids"]
+
+
+@pytest.mark.parametrize(
+    "vocab, added, size",
+    [
+        ({"a": 0, "b": 1}, [], 2),
+        ({"a": 0, "b": 1}, ["<|end|>"], 3),
+        ({"a": 0, "b": 1}, ["b"], 2),  # added, but a word already
+        ({"a": 0, "b": 7}, [], 8),  # a gap
+        ({"a": 2, "b": 3, "": 0}, [], 4),
+    ],
+)
+def test_the_size_of_a_vocabulary_is_its_highest_id(vocab: dict[str, int], added: list[str], size: int) -> None:
+    backend = Backend(models.BPE(vocab, []))
+    backend.add_tokens([AddedToken(text) for text in added])
+    assert Tokenizer(backend, backend).vocab_size == size
 
 
 def test_the_bytes_of_tokens_join_to_the_text(tiny: Tokenizer) -> None:
