@@ -137,6 +137,7 @@ class Places:
     next: int
     riders: int
     bars: int
+    turn: int
     end: int
 
 
@@ -232,9 +233,10 @@ def parts_apart(bodies: Sequence[Body], rows: int, ga: int) -> Apart | None:
 
 
 def make_bodies(
-    o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = ()
+    o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = (), tall: int = 1
 ) -> tuple[Body, ...]:
-    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's."""
+    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's; tall: units
+    that are one."""
     groups: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
     for i, t in o.weights:
         assert t.fmt is not None
@@ -250,6 +252,7 @@ def make_bodies(
             weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, starts[i], fmt))
             tiles += -(-n // TILE_ROWS)
         unit = (o.quant // 8 if o.quant else 2) if o.swiglu else o.weigh // 16 if o.weigh else 1
+        unit *= tall
         layout = layout_of(fmt)
         names = f"{fmt.name}: " + ", ".join(f"{w.arg} [{w.n}, {o.k}]" for w in weights)
         if layout.tiled:
@@ -335,7 +338,9 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
     its own are on their way), grid (KiB that copies of a grid may take in shared memory), apart (1: an
     accumulator's columns keep parts of K apart), early (stages that a warp fills before the wait; the others once it
-    has asked for its activations, which else come behind them; absent: all).
+    has asked for its activations, which else come behind them; absent: all), tall (groups of outputs that are one
+    unit: where units are cut along K, activations are read less often), together (1: all warps hand over the sums of a
+    cut beside whole units, not one of them).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -355,10 +360,11 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     halves = 2 if rows <= 4 else 1  # of the buffer of partial sums; one half costs a second barrier per batch
     span, blocks = tuning.get("span", 1), tuning["blocks"]
     split, plain = tuning.get("split", 1), [i for i, t in o.weights if t.fmt and t.fmt.dtype]
-    bodies = make_bodies(o, warps, span, blocks, ga, split, plain)
+    tall, together = tuning.get("tall", 1), tuning.get("together", 0)
+    bodies = make_bodies(o, warps, span, blocks, ga, split, plain, tall)
     riders = make_riders(o, plain, warps, sum(b.blocks for b in bodies))
     if plain and riders is None:
-        bodies = make_bodies(o, warps, span, blocks, ga, split)
+        bodies = make_bodies(o, warps, span, blocks, ga, split, (), tall)
     bodies = tuple(_with_grid(b, bodies, tuning.get("grid", 8) << 10) for b in bodies)
     alone = len(bodies) == 1 and riders is None  # riders want a whole row of every block
     if alone and bodies[0].cut and bodies[0].tiling and o.packed and bodies[0].tiling.columns % ga == 0:
@@ -394,6 +400,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     place("next", 4 * kept if o.weigh else 0)
     place("riders", riders.most * rows * warps * 4 if riders else 0)
     place("bars", warps * stages * 8)
+    place("turn", 4 if together and any(b.left and not b.cut for b in bodies) else 0)
     n_out = o.weights[0][1].shape[0]
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
@@ -403,7 +410,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "late": tuning.get("late", -1), "tickets": sum(b.left for b in bodies), "kept": kept, "holds": holds,
         "nexts": _nexts(o, warps, tuning), "swiglu_ahead": bool(o.ahead and o.ahead.swiglu),
         "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
-        "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
+        "together": together, "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "apart": apart, "x_stride": x_stride,
         "early": min(tuning.get("early", 0), stages) if o.packed and all(b.tiling for b in bodies) else 0,
         "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
@@ -823,6 +830,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {"warps": 4, "stages": 4, "blocks": 4 * units, "limit": 56, "late": 0, "resident": 4, **part},
         {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "late": 0, "resident": 2, **part},
         {"warps": 3, "stages": 5, "blocks": 5 * units, "limit": 44, "resident": 4, **part, "split": 2},
+        {"warps": 17, "stages": 3, "blocks": units, "resident": 1, **part, "split": 4, "tall": 5},
+        {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "resident": 2, **part, "split": 3, "tall": 2},
     )
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}

@@ -53,6 +53,14 @@ def trials() -> Iterator[Trial]:
             for more in ({}, {"apart": 0, "early": 1}) if blocks == 2 * units else ({"early": 1},):
                 tuning = {**CUT, "blocks": blocks, **more}
                 yield Trial(case, Candidate(route, tuning), evolve(case.env, rows=high))
+        # units of several groups, of which the last has fewer; sums of cuts beside whole units handed over by all warps
+        for more in (
+            {"tall": 2, "blocks": 2 * units},
+            {"blocks": units - 1, "together": 1},
+            {"tall": 2, "blocks": 1},
+            {"tall": 2, "blocks": units // 2 - (units == 3), "split": 8},
+        ):
+            yield Trial(case, Candidate(route, {**CUT, **more}), evolve(case.env, rows=high))
 
 
 TRIALS = list(trials())
