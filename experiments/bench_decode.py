@@ -180,7 +180,8 @@ def weight_bytes(device: CudaDevice, executable: CudaExecutable, launch: Launch)
         num = launch.types[2].shape[0]
         assert isinstance(num, int)
         picked = picked * min(num, executable.env.rows * launch.op.pick.top_k) // num
-        return picked + (sum(sizes[down + 1 :]) if second else 0)
+        beside = sizes[down + 1 :]  # of scores in parts, gate and up before the matrix
+        return picked + sum(beside[-1:] if second else beside[:-1])
     if not isinstance(launch.op, ExpertGlu | ExpertSum):
         return nbytes
     num = launch.types[2 if isinstance(launch.op, ExpertGlu) else 3].shape[0]

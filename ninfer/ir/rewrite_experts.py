@@ -5,13 +5,14 @@ glu_rows, linear_add before them (Qwen's shared expert)               beside "jo
 gelu_mul, linear, joined with them afterwards (Gemma's dense MLP)     beside "own"
 rms_norm, read by these and the router's product only                 norm of both
 join_norms -> linear                                                  join_linear
+linear_add -> fused_linear(norm) of scores, gate and up -> experts    scored_add, and gate and up with the experts
 """
 
 from __future__ import annotations
 
 from attrs import evolve
 
-from ninfer.ir.graph import Node, Value
+from ninfer.ir.graph import Kind, Node, Value
 from ninfer.ir.ops.elementwise import GeluMul, GluRows
 from ninfer.ir.ops.experts import ExpertGlu, ExpertSum, PickExperts
 from ninfer.ir.ops.fused_experts import FusedExperts
@@ -20,6 +21,7 @@ from ninfer.ir.ops.join_linear import JoinLinear
 from ninfer.ir.ops.linear import Linear, LinearAdd
 from ninfer.ir.ops.norm import RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
+from ninfer.ir.ops.scored_add import PART, ScoredAdd
 from ninfer.ir.rewriter import Rewriter
 
 
@@ -104,3 +106,40 @@ def _products(r: Rewriter, join: Node) -> None:
         outs += [norm] if n is None else n.outs
     if found:
         r.put([join, *found], op, args, outs, first=True)
+
+
+def scored(r: Rewriter) -> None:
+    """The router's scores come with the sum that its norm reads, and the branch beside does its own products."""
+    for node in list(r.nodes):
+        if isinstance(node.op, FusedExperts) and node.op.norm and node.op.gated and not node.op.parts:
+            _scored(r, node)
+
+
+def _scored(r: Rewriter, node: Node) -> None:
+    assert isinstance(node.op, FusedExperts)
+    roles, (x, logits) = node.op.roles, node.args[:2]
+    router, maker = r.maker(logits), r.maker(x)
+    if router is None or maker is None or roles.dense is None or roles.norm is None:
+        return
+    gate, up, _ = roles.dense
+    outs, n = (logits, node.args[gate], node.args[up]), x.type.shape[1]
+    add, product = maker.op, router.op
+    if not isinstance(add, FusedLinear) or not isinstance(product, FusedLinear) or router.outs != outs:
+        return
+    if add != FusedLinear(packed=add.packed, epilogue="add") or product.packed or not product.norm:
+        return
+    if any(not _only(r, v, [node]) for v in outs) or router.args[:2] != (x, node.args[roles.norm]):
+        return
+    if not add.packed or not isinstance(n, int) or n % PART:
+        return
+    op = ScoredAdd(add.packed, product.offset)
+    weight, scores, *wide = router.args[1:]
+    given = (*maker.args, weight, scores)
+    if not r.accepts(op, tuple(a.type for a in given)):
+        return
+    sums = op.infer(tuple(a.type for a in given))[1]
+    made = Value(f"{logits.name}.parts", sums, Kind.NODE, logits.layer)
+    args = list(node.args)
+    args[1], args[gate], args[up] = made, *wide
+    if r.put([router, node], evolve(node.op, parts=n // PART), args, node.outs):
+        r.put([maker], op, given, (x, made))

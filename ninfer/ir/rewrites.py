@@ -29,7 +29,7 @@ from ninfer.ir.ops.norm import GatedRmsNorm, RmsNorm
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.turn_heads import TurnHeads
-from ninfer.ir.rewrite_experts import experts, joins
+from ninfer.ir.rewrite_experts import experts, joins, scored
 from ninfer.ir.rewrite_rotated import coded_rotations, rotated_products, rotations
 from ninfer.ir.rewrite_rounds import drafter, fold_at_once, record
 from ninfer.ir.rewriter import GROUP, Accepts, Rewriter, over
@@ -59,6 +59,7 @@ def fuse(graph: Graph, accepts: Accepts, *, codes: bool = True) -> Graph:
     for node in list(r.nodes):
         if codes and isinstance(node.op, LinearAdd | Linear):
             _packed(r, node)
+    scored(r)
     for node in list(r.nodes):
         if codes and isinstance(node.op, FusedLinear) and node.op.norm and not node.op.packed:
             _weighed(r, node)

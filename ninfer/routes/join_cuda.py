@@ -14,8 +14,8 @@ from ninfer.ir.ops.join_linear import JoinLinear
 from ninfer.ir.ops.packed_act import FusedLinear
 from ninfer.ir.types import Env, TensorType, Types
 from ninfer.routes.cuda_layout import TILE_ROWS, layout_of
+from ninfer.routes.expert_launches import GA, even
 from ninfer.routes.experts_cuda import Body, stack_body
-from ninfer.routes.fused_experts_cuda import GA, even
 from ninfer.routes.linear_cuda import RTOL, SHARED_80, SHARED_90, operands
 from ninfer.routes.render import c_float
 from ninfer.routes.route import Geometry, Route, Tuning
@@ -159,6 +159,7 @@ def _context(op: JoinLinear | FusedLinear, types: Types, env: Env, tuning: Tunin
     return {
         "T": rows, "K": k, "KP": kp, "warps": warps, "threads": threads, "pieces": -(-kp // (4 * threads)), "ga": GA,
         "blocks": blocks, "items": items, "stage_bytes": stage_bytes, "x_stride": x_stride, "bulk": tuning["bulk"],
+        "early": min(items, tuning.get("early", items)),
         "bodies": bodies, "tiled": laid, "plain": rowed, "norms": norms, "join": shape.join, "eps": shape.eps,
         "vectors": [n for n in inputs if n not in ("x", "a", "b", "factor")],
         "plus": f" + {c_float(shape.offset)}" if shape.offset else "", "at": Places(parts, bars, at),
@@ -212,7 +213,8 @@ def _geometry(op: JoinLinear | FusedLinear, types: Types, env: Env, tuning: Tuni
 
 
 def routes(units: int) -> tuple[Route[Any], ...]:
-    """tuning: blocks; warps of a block at most; bulk: 1: sm_90's copy engine."""
+    """tuning: blocks; warps of a block at most; bulk: 1: sm_90's copy engine; early: tiles that are asked for before
+    the wait, the others once a block has asked for the rows, which else come behind them; absent: all."""
     return tuple(
         Route(
             name=f"{snake(op.__name__)}.held_{'bulk' if bulk else 'copy'}",
@@ -224,8 +226,9 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             widths=(1, MOST_ROWS),
             needs=("sm90a",) if bulk else ("sm80",),
             refuse=refuse,
-            tunings=tuple(
-                {"bulk": bulk, "blocks": n * units, "warps": w} for n, w in ((1, 12), (2, 8), (1, 8), (2, 12))
+            tunings=(
+                *({"bulk": bulk, "blocks": n * units, "warps": w} for n, w in ((1, 12), (2, 8), (1, 8), (2, 12))),
+                *({"bulk": bulk, "blocks": units, "warps": 12, "early": n} for n in (1, 2)),
             ),
             fits=fits,
             rtol=RTOL,

@@ -34,6 +34,7 @@ from ninfer.ir.ops.recurrent import CausalConvSilu, GatedDelta
 from ninfer.ir.ops.reject import REJECT_OPS
 from ninfer.ir.ops.rotated_linear import RotatedLinear
 from ninfer.ir.ops.sample import Sample
+from ninfer.ir.ops.scored_add import ScoredAdd
 from ninfer.ir.ops.turn_heads import TurnHeads
 from ninfer.ir.step import HEADER, SAMPLE_PARAMS, USE_LOGPROBS
 from ninfer.ir.types import B, Env, M, P, S, Sym, T, TensorType, plain
@@ -52,7 +53,7 @@ FILL = 0xA5
 BF16_KV, F16_KV = "bf16", "f16"
 LINEAR_OPS = (FusedLinear, RotatedLinear, QuantizeRows, RmsNormQuant)
 BLOCKS = (*BLOCK_OPS, *REJECT_OPS)
-MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts, JoinLinear, TurnHeads)
+MIXERS: tuple[type[Op], ...] = (*FUSED, *FUSED_ROUNDS, *FUSED_DRAFT, FusedExperts, JoinLinear, ScoredAdd, TurnHeads)
 ALL_OPS: tuple[type[Op], ...] = tuple(dict.fromkeys((*OPS.ops, *MIXERS, *JOURNAL_OPS, *BLOCKS, *LINEAR_OPS)))
 LINEAR = (Linear, LinearAdd, LinearSwiglu, *LINEAR_OPS)
 WIDE = 96  # rows of a plan that is made for chunks of a prompt

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attrs import frozen
+import numpy as np
+from attrs import evolve, frozen
 
 from ninfer.formats.quant import by_name
 from ninfer.ir import casework as cw
@@ -15,7 +16,7 @@ from ninfer.ir.ops.activations import sigmoid
 from ninfer.ir.ops.checks import is_rows, is_vector
 from ninfer.ir.ops.experts import ACTIVATIONS, ExpertGlu, ExpertSum, PickExperts, _check_stack, _picks
 from ninfer.ir.ops.norm import RmsNorm
-from ninfer.ir.types import Array, Arrays, Env, T, Types, f32_array
+from ninfer.ir.types import Array, Arrays, Env, T, TensorType, Types, f32_array
 
 BESIDE = ("", "joined", "own")
 
@@ -43,6 +44,9 @@ class FusedExperts(Op):
     x: [R, K]; logits: [R, E]; places: i32 [E]; num_stacks of gate and up, and one of down as ExpertGlu and ExpertSum
     have them; scale [E]; w [K]; gate, up [R, N], D [outer, N], score [K]; residual [R, outer], in this order
     -> y [R, outer], and z [R, outer] if it is its own.
+
+    parts > 0, with norm: logits are ScoredAdd's, [R, parts * E], and their sums over parts are divided by the root mean
+    square of x; gate and up beside are then products of h yet to be made, of matrices [N, K].
     """
 
     pick: PickExperts
@@ -56,6 +60,7 @@ class FusedExperts(Op):
     beside: str = ""
     gated: bool = False
     residual: bool = False
+    parts: int = 0
 
     @property
     def roles(self) -> Roles:
@@ -81,6 +86,10 @@ class FusedExperts(Op):
         require(self, self.beside in BESIDE and (not self.gated or self.beside != ""), f"beside {self.beside!r}")
         x, logits, places = args[:3]
         k = is_rows(self, "x", x)
+        require(
+            self, not self.parts or (self.norm and self.gated), "scores in parts are of a norm, which is a gate's too"
+        )
+        logits = self._logits(logits, places)
         ids, weights = self.pick.infer((logits, *(() if r.scale is None else (args[r.scale],))))
         require(self, places.shape == logits.shape[1:], f"places are {places} for logits {logits}")
         (h,) = self.glu.infer((x, ids, places, *(args[i] for i in r.stacks)))
@@ -90,13 +99,26 @@ class FusedExperts(Op):
             require(self, i is None or is_vector(self, "weight", args[i]) == k, f"a weight is not of rows {x}")
         if r.dense is not None:
             gate, up, down = (args[i] for i in r.dense)
+            if self.parts:
+                gate, up = (TensorType((x.shape[0], w.shape[0])) for w in (gate, up) if w.shape[1] == k)
             same_shape(self, gate, up)
             _check_stack(self, "the matrix beside", down, self.sum.outer, is_rows(self, "gate", gate))
         return (y, y) if self.beside == "own" else (y,)
 
+    def _logits(self, logits: TensorType, places: TensorType) -> TensorType:
+        """Of parts, their sums."""
+        if not self.parts:
+            return logits
+        (num,) = places.shape
+        require(self, isinstance(num, int) and logits.shape[1:] == (self.parts * num,), f"scores are {logits}")
+        return TensorType((logits.shape[0], num))
+
     def reference(self, args: Arrays) -> Arrays:
         r = self.roles
         x, logits, places = args[:3]
+        if self.parts:
+            sums = f32_array(logits).reshape(len(f32_array(x)), self.parts, -1).sum(axis=1)
+            logits = sums / np.sqrt(np.square(f32_array(x)).mean(axis=1, keepdims=True) + self.eps)
         h: Array = x
         if r.norm is not None:
             (h,) = RmsNorm(self.eps, self.offset).reference((x, args[r.norm]))
@@ -107,6 +129,8 @@ class FusedExperts(Op):
         if r.dense is None:
             return (y,)
         gate, up, down = (f32_array(args[i]) for i in r.dense)
+        if self.parts:
+            gate, up = (f32_array(h) @ w.T for w in (gate, up))
         wide = ACTIVATIONS[self.glu.act](gate) * up
         if r.score is not None:
             wide = wide * sigmoid((f32_array(h) @ f32_array(args[r.score]))[:, None])
@@ -116,6 +140,7 @@ class FusedExperts(Op):
     def work(self, args: Types, env: Env) -> Work:
         r = self.roles
         x, logits, places = args[:3]
+        logits = self._logits(logits, places)
         ids, weights = self.pick.infer((logits, *(() if r.scale is None else (args[r.scale],))))
         parts = [self.glu.work((x, ids, places, *(args[i] for i in r.stacks)), env)]
         (h,) = self.glu.infer((x, ids, places, *(args[i] for i in r.stacks)))
@@ -124,6 +149,8 @@ class FusedExperts(Op):
             matrix, (rows, _) = args[r.dense[2]], x.concrete(env)
             n, k = matrix.concrete(env)
             parts.append(Work(matrix.nbytes(env), 2 * rows * n * k))
+            if self.parts:
+                parts += [Work(args[i].nbytes(env), 2 * rows * n * k) for i in r.dense[:2]]
         return Work(sum(p.nbytes for p in parts), sum(p.flops for p in parts))
 
     @classmethod
@@ -165,3 +192,10 @@ def _cases() -> Iterator[Case]:
         typed += [cw.rows(T, n_rows, outer, seed=14)] if op.residual else []
         types, arrays = tuple(t for t, _ in typed), tuple(a for _, a in typed)
         yield Case(op, f"{kind or 'plain'}-{names[0]}-r{n_rows}", types, arrays, Env(n_rows, 1, 1))
+        if joined and "q4_k" not in names:
+            gate, up, beside = op.roles.dense or (0, 0, 0)
+            typed[1] = cw.rows(T, n_rows, 4 * num, seed=15)
+            typed[gate], typed[up] = (cw.matrix(dense, 128, k, seed=16 + i) for i in range(2))
+            typed[beside] = cw.matrix(dense, outer, 128, seed=18)
+            types, arrays = tuple(t for t, _ in typed), tuple(a for _, a in typed)
+            yield Case(evolve(op, parts=4), f"parts-{names[0]}-r{n_rows}", types, arrays, Env(n_rows, 1, 1))
