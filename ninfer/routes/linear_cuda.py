@@ -401,7 +401,8 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     place("riders", riders.most * rows * warps * 4 if riders else 0)
     place("bars", warps * stages * 8)
     place("turn", 4 if together and any(b.left and not b.cut for b in bodies) else 0)
-    n_out = o.weights[0][1].shape[0]
+    n_out, pieces = o.weights[0][1].shape[0], -(-kp // 4 // threads)
+    early = all(b.tiling for b in bodies) if o.packed else rows == 1 and pieces <= HELD
     return {
         "T": rows, "nt": nt, "K": o.k, "KP": kp, "N": n_out, "warps": warps, "stages": stages,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "ga": ga, "batch": batch,
@@ -412,8 +413,8 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
         "together": together, "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "apart": apart, "x_stride": x_stride,
-        "early": min(tuning.get("early", 0), stages) if o.packed and all(b.tiling for b in bodies) else 0,
-        "pieces": -(-kp // 4 // threads), "packed_pieces": -(-kp // 16 // threads),
+        "early": min(tuning.get("early", 0), stages) if early else 0,
+        "pieces": pieces, "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
         "residual": "" if o.residual is None else f"a{o.residual}",
@@ -426,6 +427,7 @@ def _most_fills(b: Body, warps: int) -> int:
     return ceil(ceil(b.chunks / warps) / b.span) * b.most_tiles if b.tiling else 0
 
 
+HELD = 6  # vectors of 4 activations that a thread holds before the rest of the rings is asked for
 STATIC_GRID = 32 << 10  # a kernel's static shared memory is 48 KiB
 
 
@@ -815,11 +817,16 @@ def routes(units: int) -> tuple[Route[Any], ...]:
     ]
     # found in the whole step of one row: few warps and little memory, so that the next kernel's blocks fit beside them,
     # or two tiles at a time
+    wide: Tuning = {"warps": 16, "stages": 2, "blocks": units, "bulk": 1, "limit": 72, "resident": 1}
     beside: tuple[Tuning, ...] = (
         {"warps": 4, "stages": 6, "blocks": 5 * units, "bulk": 1, "limit": 30, "resident": 4},
         {"warps": 6, "stages": 8, "blocks": 2 * units, "bulk": 1, "limit": 60, "late": 0, "span": 2, "resident": 2},
         {"warps": 6, "stages": 8, "blocks": 2 * units, "bulk": 1, "limit": 60, "late": 0, "span": 2, "resident": 2,
          "early": 1},
+        {"warps": 8, "stages": 4, "blocks": 2 * units, "bulk": 1, "limit": 54, "resident": 2},
+        {"warps": 8, "stages": 4, "blocks": units, "bulk": 1, "limit": 90, "resident": 1},
+        wide,
+        {"warps": 10, "stages": 4, "blocks": units, "bulk": 1, "resident": 2, "late": 2, "early": 2},
         {"warps": 20, "stages": 3, "blocks": units, "bulk": 1, "limit": 72, "resident": 1},
         {"warps": 14, "stages": 4, "blocks": units, "bulk": 0, "limit": 150, "late": 1, "split": 8, "apart": 1,
          "span": 2, "resident": 1},
@@ -844,6 +851,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             tunings = _tunings(high, bulk, bulk[2:6])
             if op is FusedLinear and high == 1:
                 tunings += beside
+            if op is Linear and high == 1:
+                tunings += (wide,)
             if op is FusedLinear and 2 <= high <= 8:
                 tunings += cuts
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
