@@ -69,8 +69,13 @@ class Op(ABC):
 
     @property
     def key(self) -> str:
-        """`gated_rms_norm`: the name in profiles, plans and messages."""
+        """`gated_rms_norm`: the name in plans and messages."""
         return snake(type(self).__name__)
+
+    @property
+    def profile_key(self) -> str:
+        """The name in profiles, with what operands do not tell and measurements depend on."""
+        return self.key
 
 
 def snake(name: str) -> str:

@@ -34,7 +34,7 @@ def op_key(op: Op, types: Types) -> str:
         for t in types
         if len(t.shape) == 2
     ]
-    return f"{op.key}/{'+'.join(parts)}"
+    return f"{op.profile_key}/{'+'.join(parts)}"
 
 
 @frozen

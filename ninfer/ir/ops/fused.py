@@ -159,6 +159,11 @@ class FusedDelta(Op):
     mutates: ClassVar[tuple[int, ...]] = (2, 7)
 
     @property
+    def profile_key(self) -> str:
+        """Plain outputs and codes do not show in operands, but the kernels beside are others."""
+        return self.key if self.quant else f"{self.key}_plain"
+
+    @property
     def delta(self) -> GatedDelta:
         return GatedDelta(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
 
