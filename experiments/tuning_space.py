@@ -28,6 +28,7 @@ SPACE: Mapping[str, tuple[int, ...]] = {
     "stages": (2, 3, 4, 5, 6, 8, 12),
     "span": (1, 2, 3, 4, 5),
     "tall": (1, 2, 3, 4),
+    "groups": (1, 2, 3, 5),
     "limit": (24, 30, 36, 44, 54, 72, 100, 112, 150, 200, 227),
     "late": (ABSENT, 0, 1, 2, 4),
     "split": (1, 2, 4, 8),
@@ -35,6 +36,7 @@ SPACE: Mapping[str, tuple[int, ...]] = {
     "bulk": (0, 1),
     "resident": (1, 2, 3, 4),
     "early": (ABSENT, 1, 2, 3, 4, 6),
+    "copied": (0, 1),
 }
 
 

@@ -233,26 +233,26 @@ def parts_apart(bodies: Sequence[Body], rows: int, ga: int) -> Apart | None:
 
 
 def make_bodies(
-    o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = (), tall: int = 1
+    o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = (), groups: int = 1
 ) -> tuple[Body, ...]:
-    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's; tall: units
+    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's; groups: units
     that are one."""
-    groups: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
+    by_format: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
     for i, t in o.weights:
         assert t.fmt is not None
         if i not in without:
-            groups.setdefault(t.fmt, []).append((i, t))
+            by_format.setdefault(t.fmt, []).append((i, t))
     bodies = []
     outputs = {i: f"y{j}" for j, (i, _) in enumerate(o.weights)}
     starts = {i: sum(height(t) for _, t in o.weights[:j]) for j, (i, _) in enumerate(o.weights)}
-    for fmt, members in groups.items():
+    for fmt, members in by_format.items():
         weights, tiles = [], 0
         for i, t in members:
             n = height(t)
             weights.append(Weight(f"a{i}", "y0" if o.swiglu else outputs[i], n, tiles, starts[i], fmt))
             tiles += -(-n // TILE_ROWS)
         unit = (o.quant // 8 if o.quant else 2) if o.swiglu else o.weigh // 16 if o.weigh else 1
-        unit *= tall
+        unit *= groups
         layout = layout_of(fmt)
         names = f"{fmt.name}: " + ", ".join(f"{w.arg} [{w.n}, {o.k}]" for w in weights)
         if layout.tiled:
@@ -338,9 +338,11 @@ def stream(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     blocks note the times of their phases), ahead (KiB of the next product's weights that a block fetches into L2 once
     its own are on their way), grid (KiB that copies of a grid may take in shared memory), apart (1: an
     accumulator's columns keep parts of K apart), early (stages that a warp fills before the wait; the others once it
-    has asked for its activations, which else come behind them; absent: all), tall (groups of outputs that are one
-    unit: where units are cut along K, activations are read less often), together (1: all warps hand over the sums of a
-    cut beside whole units, not one of them).
+    has asked for its activations, which else come behind them; absent: all), groups (of outputs that are one unit:
+    where units are cut along K, activations are read less often), together (1: all warps hand over the sums of a cut
+    beside whole units, not one of them), copied (1: codes of activations are copied as they lie, where parts are kept
+    apart and the ring is filled by bulk copies), tall (tiles of the same columns that a warp multiplies at once, where
+    parts are kept apart: 1, 2 or 4).
     """
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
@@ -360,11 +362,11 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     halves = 2 if rows <= 4 else 1  # of the buffer of partial sums; one half costs a second barrier per batch
     span, blocks = tuning.get("span", 1), tuning["blocks"]
     split, plain = tuning.get("split", 1), [i for i, t in o.weights if t.fmt and t.fmt.dtype]
-    tall, together = tuning.get("tall", 1), tuning.get("together", 0)
-    bodies = make_bodies(o, warps, span, blocks, ga, split, plain, tall)
+    groups, together = tuning.get("groups", 1), tuning.get("together", 0)
+    bodies = make_bodies(o, warps, span, blocks, ga, split, plain, groups)
     riders = make_riders(o, plain, warps, sum(b.blocks for b in bodies))
     if plain and riders is None:
-        bodies = make_bodies(o, warps, span, blocks, ga, split, (), tall)
+        bodies = make_bodies(o, warps, span, blocks, ga, split, (), groups)
     bodies = tuple(_with_grid(b, bodies, tuning.get("grid", 8) << 10) for b in bodies)
     alone = len(bodies) == 1 and riders is None  # riders want a whole row of every block
     if alone and bodies[0].cut and bodies[0].tiling and o.packed and bodies[0].tiling.columns % ga == 0:
@@ -372,10 +374,14 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     blocks, threads = sum(b.blocks for b in bodies), 32 * warps
     kp = max([(b.compact * warps or b.tiling.num_tiles) * b.tiling.columns for b in bodies if b.tiling]
              + [b.padded for b in bodies])  # fmt: skip
-    x_stride = align_up(kp, 128) + 64
     sums = [b.sums for b in bodies if b.sums]
     apart = parts_apart(bodies, rows, ga) if tuning.get("apart") else None
-    stages = min(stages, max(2, *(_most_fills(b, warps) for b in bodies)))
+    tiled = all(b.tiling for b in bodies)
+    copied = bool(tuning.get("copied") and tuning.get("bulk") and apart and o.packed and tiled)
+    x_stride = align_up(kp, 128) + (16 if copied else 64)
+    tall = tuning.get("tall", 1) if apart else 1
+    bodies = tuple(evolve(b, stage_bytes=tall * b.stage_bytes) for b in bodies)
+    stages = min(stages, max(2, *(_most_fills(b, warps, tall) for b in bodies)))
     at, offsets = 0, {}
 
     def place(name: str, nbytes: int) -> None:
@@ -413,7 +419,7 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
         "ahead_bytes": tuning.get("ahead", 0) << 10, "stamps": tuning.get("stamps", 0),
         "together": together, "square_pieces": -(-(align_up(o.k, ga) // ga) // 32),
         "apart": apart, "x_stride": x_stride,
-        "early": min(tuning.get("early", 0), stages) if early else 0,
+        "early": min(tuning.get("early", 0), stages) if early else 0, "copied": copied, "tall": tall,
         "pieces": pieces, "packed_pieces": -(-kp // 16 // threads),
         "packed": o.packed, "x": "a0", "x_scale": "a1", "x_codes": align_up(o.k, ga),
         "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps, "offset": o.offset,
@@ -422,9 +428,9 @@ def _stream(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dict
     }  # fmt: skip
 
 
-def _most_fills(b: Body, warps: int) -> int:
+def _most_fills(b: Body, warps: int, tall: int) -> int:
     """Of a warp's ring: more stages would be room that the next kernel could have."""
-    return ceil(ceil(b.chunks / warps) / b.span) * b.most_tiles if b.tiling else 0
+    return ceil(ceil(b.chunks / warps) / b.span) * ceil(b.most_tiles / tall) if b.tiling else 0
 
 
 HELD = 6  # vectors of 4 activations that a thread holds before the rest of the rings is asked for
@@ -638,7 +644,7 @@ def _fits(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
 
     def fits(op: Op, types: Types, tuning: Tuning) -> bool:
         context = _least(op, types, rows, tuning)
-        if tuning.get("apart") and context["apart"] is None:
+        if tuning.get("apart") and context["apart"] is None or context["batch"] % context["tall"]:
             return False
         return bool(context["at"].end + context["grids"] <= limit << 10)
 
@@ -830,6 +836,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {"warps": 20, "stages": 3, "blocks": units, "bulk": 1, "limit": 72, "resident": 1},
         {"warps": 14, "stages": 4, "blocks": units, "bulk": 0, "limit": 150, "late": 1, "split": 8, "apart": 1,
          "span": 2, "resident": 1},
+        {"warps": 8, "stages": 8, "blocks": 2 * units, "bulk": 1, "limit": 80, "late": 0, "resident": 2, "early": 1,
+         "apart": 1, "tall": 2},
     )  # fmt: skip
     # a block for a part of K of each group of outputs
     part: Tuning = {"bulk": 1, "split": 8, "apart": 1}
@@ -837,8 +845,15 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {"warps": 4, "stages": 4, "blocks": 4 * units, "limit": 56, "late": 0, "resident": 4, **part},
         {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "late": 0, "resident": 2, **part},
         {"warps": 3, "stages": 5, "blocks": 5 * units, "limit": 44, "resident": 4, **part, "split": 2},
-        {"warps": 17, "stages": 3, "blocks": units, "resident": 1, **part, "split": 4, "tall": 5},
-        {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "resident": 2, **part, "split": 3, "tall": 2},
+        {"warps": 17, "stages": 3, "blocks": units, "resident": 1, **part, "split": 4, "groups": 5},
+        {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "resident": 2, **part, "split": 3, "groups": 2},
+    )
+    # two tiles at a time; codes copied as they lie; or both
+    pairs: tuple[Tuning, ...] = (
+        {"warps": 10, "stages": 4, "bulk": 1, "resident": 2, "apart": 1, "tall": 2, **whole},
+        {"warps": 8, "stages": 4, "bulk": 1, "resident": 2, "apart": 1, "tall": 2, **half},
+        {"warps": 8, "stages": 3, "bulk": 1, "resident": 2, "apart": 1, "copied": 1, **half, "limit": 60},
+        {**cuts[0], "copied": 1, "tall": 2},
     )
     small = {"warps": 8, "stages": 3, "blocks": 2 * units, "bulk": 0, "resident": 2, "limit": 48}
     large = {"warps": 8, "stages": 4, "blocks": units, "bulk": 0, "resident": 1, "limit": 99}
@@ -855,6 +870,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
                 tunings += (wide,)
             if op is FusedLinear and 2 <= high <= 8:
                 tunings += cuts
+                tunings += pairs
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
         for low, high in WIDTHS:
             tunings = _tunings(high, copies, copies[2:])

@@ -23,7 +23,7 @@ CUT: Tuning = {"warps": 3, "stages": 2, "bulk": 0, "split": 8, "apart": 1, "late
 
 
 def cases() -> Iterator[Case]:
-    for name, rows in (("q5_g64", 1), ("q4_g64", 4), ("q5_g64", 8), ("q4_k", 3)):
+    for name, rows in (("q5_g64", 1), ("iq3_s", 2), ("q4_g64", 4), ("q5_g64", 8), ("q4_k", 3)):
         fmt = by_name(name)
         (_, x), (rt, r), (nt, n) = cw.rows(T, rows, K, seed=rows), cw.rows(T, rows, N, seed=6), cw.vector(N, seed=7)
         big, other = cw.matrix(fmt, N, K, seed=3), cw.matrix(fmt, N, K, seed=4)
@@ -46,19 +46,25 @@ def trials() -> Iterator[Trial]:
     for case in cases():
         rows = case.env.rows
         high = next(h for low, h in linear_cuda.WIDTHS if low <= rows <= h)
-        route = next(r for r in REGISTRY.routes if r.name == f"fused_linear.stream.{high}")
+        route, bulk = (
+            next(r for r in REGISTRY.routes if r.name == f"fused_linear.{kind}.{high}") for kind in ("stream", "bulk")
+        )
         units = 3 if case.name.startswith("weigh") else 6
         # all units cut, in parts that do not divide the warps' chunks, with blocks to spare; and some cut, others whole
         for blocks in (3 * units + 1, 2 * units, units - 1):
             for more in ({}, {"apart": 0, "early": 1}) if blocks == 2 * units else ({"early": 1},):
                 tuning = {**CUT, "blocks": blocks, **more}
                 yield Trial(case, Candidate(route, tuning), evolve(case.env, rows=high))
+            # codes copied as they lie; two tiles at a time, of which the last block's may be one
+            for more in ({"copied": 1, "early": blocks % 2}, {"tall": 2, "span": 2}, {"copied": 1, "tall": 2}):
+                tuning = {**CUT, "blocks": blocks, "bulk": 1, **more}
+                yield Trial(case, Candidate(bulk, tuning), evolve(case.env, rows=high))
         # units of several groups, of which the last has fewer; sums of cuts beside whole units handed over by all warps
         for more in (
-            {"tall": 2, "blocks": 2 * units},
+            {"groups": 2, "blocks": 2 * units},
             {"blocks": units - 1, "together": 1},
-            {"tall": 2, "blocks": 1},
-            {"tall": 2, "blocks": units // 2 - (units == 3), "split": 8},
+            {"groups": 2, "blocks": 1},
+            {"groups": 2, "blocks": units // 2 - (units == 3), "split": 8},
         ):
             yield Trial(case, Candidate(route, {**CUT, **more}), evolve(case.env, rows=high))
 
