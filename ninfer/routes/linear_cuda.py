@@ -233,7 +233,14 @@ def parts_apart(bodies: Sequence[Body], rows: int, ga: int) -> Apart | None:
 
 
 def make_bodies(
-    o: Operands, warps: int, span: int, blocks: int, ga: int, split: int = 1, without: Sequence[int] = (), groups: int = 1
+    o: Operands,
+    warps: int,
+    span: int,
+    blocks: int,
+    ga: int,
+    split: int = 1,
+    without: Sequence[int] = (),
+    groups: int = 1,
 ) -> tuple[Body, ...]:
     """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's; groups: units
     that are one."""
@@ -644,7 +651,7 @@ def _fits(rows: int, limit: int) -> Callable[[Op, Types, Tuning], bool]:
 
     def fits(op: Op, types: Types, tuning: Tuning) -> bool:
         context = _least(op, types, rows, tuning)
-        if tuning.get("apart") and context["apart"] is None or context["batch"] % context["tall"]:
+        if (tuning.get("apart") and context["apart"] is None) or context["batch"] % context["tall"]:
             return False
         return bool(context["at"].end + context["grids"] <= limit << 10)
 
