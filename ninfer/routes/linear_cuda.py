@@ -242,8 +242,8 @@ def make_bodies(
     without: Sequence[int] = (),
     groups: int = 1,
 ) -> tuple[Body, ...]:
-    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's; groups: units
-    that are one."""
+    """One body per format, blocks shared out in proportion to bytes.   without: weights that are no body's; groups: of
+    outputs that are one unit."""
     by_format: dict[QuantFormat, list[tuple[int, TensorType]]] = {}
     for i, t in o.weights:
         assert t.fmt is not None
