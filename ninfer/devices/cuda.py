@@ -360,7 +360,7 @@ class CudaDevice:
     _granted: dict[str, int] = field(factory=dict)  # dynamic shared memory by entry
     _blas: Any = None
     _memories: list[CudaMemory] = field(factory=list)
-    _threads: set[int] = field(factory=set)
+    _thread: threading.local = field(factory=threading.local)  # their numbers would not do: later ones get them again
 
     def __attrs_post_init__(self) -> None:
         self.cupy = self.libs.cupy
@@ -494,12 +494,11 @@ class CudaDevice:
 
     def enter(self) -> None:
         """Make this device and its stream the calling thread's, which calls of the driver and of libraries need."""
-        thread = threading.get_ident()
-        if thread not in self._threads:
+        if not hasattr(self._thread, "entered"):
             self.cupy.cuda.runtime.setDevice(self.index)
             self.cupy.cuda.runtime.free(0)
             self.stream.use()  # cupy sets a library's stream to the current one before each call
-            self._threads.add(thread)
+            self._thread.entered = True
 
     # programs
 

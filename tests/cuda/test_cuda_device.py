@@ -148,6 +148,16 @@ def test_synthetic_weights_are_the_tile_over_and_over(sim_programs: SimPrograms)
         assert (whole.reshape(38, run)[:37] == got[:37]).all()  # the last run ends within the matrix
 
 
+def test_a_thread_with_the_number_of_an_earlier_one_enters_too(
+    sim_programs: SimPrograms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, entered = device(FakeGpu(), sim_programs), list[int]()
+    monkeypatch.setattr(type(d.stream), "use", lambda stream: entered.append(threading.get_ident()))
+    for _ in range(8):
+        thread = threading.Thread(target=lambda: (d.enter(), d.enter()))
+        thread.start()
+        thread.join()
+    assert len(entered) == 8
 def test_too_little_memory_says_what_would_fit(sim_programs: SimPrograms) -> None:
     d = device(FakeGpu(free_bytes=1 << 28), sim_programs)
     with pytest.raises(DeviceError, match=r"0\.2 GiB free, but .* needed .*--quantize"):
