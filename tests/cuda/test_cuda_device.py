@@ -153,11 +153,18 @@ def test_a_thread_with_the_number_of_an_earlier_one_enters_too(
 ) -> None:
     d, entered = device(FakeGpu(), sim_programs), list[int]()
     monkeypatch.setattr(type(d.stream), "use", lambda stream: entered.append(threading.get_ident()))
+
+    def enter_twice() -> None:
+        d.enter()
+        d.enter()
+
     for _ in range(8):
-        thread = threading.Thread(target=lambda: (d.enter(), d.enter()))
+        thread = threading.Thread(target=enter_twice)
         thread.start()
         thread.join()
     assert len(entered) == 8
+
+
 def test_too_little_memory_says_what_would_fit(sim_programs: SimPrograms) -> None:
     d = device(FakeGpu(free_bytes=1 << 28), sim_programs)
     with pytest.raises(DeviceError, match=r"0\.2 GiB free, but .* needed .*--quantize"):
