@@ -30,6 +30,7 @@ from ninfer.routes.linear_cuda import (
 from ninfer.routes.route import Geometry, Route, Tuning
 
 GROUP = 128  # columns that share an activation scale: as many as share a weight scale
+TURNED = 256  # values that a warp rotates at a time
 WIDTHS = ((1, 1), (2, 2), (3, 4))
 
 
@@ -45,6 +46,8 @@ def _refuse(op: Op, types: Types) -> str | None:
     if isinstance(op, RotatedLinear):
         if not 128 <= op.block <= 2048:
             return f"rotates blocks of 128 to 2048 values, not {op.block}"
+        if o.k % TURNED:
+            return f"rotates {TURNED} values at a time, not {o.k}"
     elif o.packed != GROUP or o.norm is not None:
         return f"takes codes in groups of {GROUP}, not normalised later"
     if o.quant or o.weigh or o.ahead or o.k % GROUP:
@@ -110,23 +113,21 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
     holds = -(-kept * rows // threads)
     if holds > 8:
         kept = holds = 0
+    turn = op.block if isinstance(op, RotatedLinear) else 0
+    runs = o.k // TURNED if turn else 0
+    combined = max(1, turn // TURNED)
     x_stride = align_up(o.k, 128) + 64
     at, offsets = 0, dict[str, int]()
     for name, nbytes in (
         ("ring", (1 if pieces else warps) * stages * b.stage_bytes),
         ("x", rows * x_stride), ("groups", o.k // GROUP * padded * 16),
-        ("red", halves * batch * warps * 16 * rows * 4), ("squares", rows * warps * 4), ("inverse", rows * 4),
+        ("red", max(halves * batch * warps * 16 * rows * 4, 4 * o.k * (combined > 1))),
+        ("squares", rows * warps * 4), ("inverse", rows * 4),
         ("kept", 4 * kept * rows), ("riders", riders.most * rows * warps * 4 if riders else 0),
         ("bars", 16 * stages if pieces else warps * stages * 8),
     ):  # fmt: skip
         offsets[name] = at
         at += align_up(nbytes, 128)
-    turn = op.block if isinstance(op, RotatedLinear) else 0
-    # where they may be, a warp rotates just the columns that it multiplies
-    mine, item = (0 if b.chunks % warps else b.chunks // warps * b.tiling.columns), min(turn, 512)
-    own = not turn and pieces <= 1
-    if turn and mine in (128, 256, 512) and mine <= item and rows <= 2:
-        item, own = mine, True
     single = b.parts == 1 and b.chunks == warps * span
     even = b.unit_tiles % tall == 0 and b.tiles % b.unit_tiles == 0
     n_out = o.weights[0][1].shape[0]
@@ -135,9 +136,10 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
         "batch": batch, "once": once, "tall": tall, "halves": halves, "kept": kept, "holds": holds,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "stamps": tuning.get("stamps", 0),
         "blocks": b.blocks, "tickets": b.left,
-        "at": {**offsets, "end": at}, "x_stride": x_stride, "riders": riders, "rider_pieces": -(-o.k // 4 // threads),
+        "at": {**offsets, "end": at}, "x_stride": x_stride, "riders": riders,
         "per_lane": (-(-b.chunks // warps) * b.tiling.columns + 511) // 512, "x": "a0", "x_scale": "a1", "x_codes": o.k,
-        "turn": turn, "item": item, "own": own, "single": single, "even": even, "pieces": pieces,
+        "turn": turn, "runs": runs, "combined": combined, "passes": -(-runs // warps),
+        "own": not turn and pieces <= 1, "single": single, "even": even, "pieces": pieces,
         "signs": f"a{1 + (o.norm is not None)}", "norm": "" if o.norm is None else f"a{o.norm}", "eps": o.eps,
         "offset": o.offset, "residual": "" if o.residual is None else f"a{o.residual}", "swiglu": o.swiglu, "quant": 0,
         **weighing(o), "parameters": parameter_names(o, types),
