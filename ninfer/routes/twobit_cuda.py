@@ -31,6 +31,7 @@ from ninfer.routes.route import Geometry, Route, Tuning
 
 GROUP = 128  # columns that share an activation scale: as many as share a weight scale
 TURNED = 256  # values that a warp rotates at a time
+LONG = 256 << 10  # bytes that a block reads, from where on a larger ring pays, filled behind the activations
 WIDTHS = ((1, 1), (2, 2), (3, 4))
 
 
@@ -86,7 +87,8 @@ def context(op: Op, types: Types, env: Env, tuning: Tuning) -> dict[str, Any]:
     """tuning: warps, stages of span tiles along K and tall ones along rows (fewer stages where shared memory is short),
     blocks, bulk (1: sm_90's copy engine), resident (blocks per multiprocessor that the registers allow for), limit (KiB
     of shared memory), split (parts along K of what equal shares leave), stamps (1: blocks note the times of their
-    phases), pieces (linear_wide: parts along K of a tile, each a stage of the block's ring)."""
+    phases), early (linear_turned: stages asked for before the activations, the others behind them; 0: all before),
+    pieces (linear_wide: parts along K of a tile, each a stage of the block's ring)."""
     limit = tuning.get("limit", 227) << 10
     for stages in range(tuning["stages"], 1, -1):
         found = _context(op, types, env, tuning, stages)
@@ -135,7 +137,7 @@ def _context(op: Op, types: Types, env: Env, tuning: Tuning, stages: int) -> dic
         "T": rows, "TP": padded, "K": o.k, "N": n_out, "warps": warps, "stages": stages, "b": b,
         "batch": batch, "once": once, "tall": tall, "halves": halves, "kept": kept, "holds": holds,
         "resident": tuning.get("resident", 1), "bulk": tuning.get("bulk", 0), "stamps": tuning.get("stamps", 0),
-        "blocks": b.blocks, "tickets": b.left,
+        "blocks": b.blocks, "tickets": b.left, "early": 0 if pieces else tuning.get("early", 0),
         "at": {**offsets, "end": at}, "x_stride": x_stride, "riders": riders,
         "per_lane": (-(-b.chunks // warps) * b.tiling.columns + 511) // 512, "x": "a0", "x_scale": "a1", "x_codes": o.k,
         "turn": turn, "runs": runs, "combined": combined, "passes": -(-runs // warps),
@@ -179,9 +181,20 @@ def _chunks(op: Op, types: Types) -> int:
     return layout_of(fmt).tiling(o.k).num_tiles
 
 
+def _bytes(op: Op, types: Types) -> int:
+    """Of the two-bit matrices."""
+    o, straight, found = operands(op, types), _straight(op, types), 0
+    for i, t in o.weights:
+        if i not in straight and t.fmt is not None:
+            found += -(-height(t) // TILE_ROWS) * layout_of(t.fmt).tiling(o.k).row_bytes
+    return found
+
+
 def _fits(rows: int, limit: int, tunings: Sequence[Tuning]) -> Callable[[Op, Types, Tuning], bool]:
     def fits(op: Op, types: Types, tuning: Tuning) -> bool:
         if ("pieces" in tuning) != ("pieces" in tunings[0]):
+            return False
+        if tuning.get("early") and _bytes(op, types) < LONG * tuning["blocks"]:
             return False
         even = 0.0 if "pieces" in tuning else min(_idle(op, types, t) for t in tunings)
         return _idle(op, types, tuning) <= even + 0.1 < math.inf and _needs(op, types, rows, tuning) <= limit << 10
@@ -227,6 +240,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
     )
     # a row's products, found in whole steps: two tiles at a time, and for middling and long K a ring for the block
     tall: Tuning = {**one, "warps": 20, "stages": 2, "tall": 2, "limit": 112}
+    long: Tuning = {**one, "warps": 20, "stages": 3, "tall": 2, "early": 1}
     wide = ({**one, "warps": 17, "pieces": 4, "stages": 4}, {**one, "warps": 12, "pieces": 1, "stages": 6})
     copies = {"warps": 8, "stages": 4, "span": 2, "bulk": 0, "blocks": units, "resident": 1, "limit": 99}
     found = []
@@ -234,7 +248,7 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         for low, high in WIDTHS:
             if high == 1:
                 found.append(_route(op, low, high, "twobit-wide", "sm90a", SHARED_90 >> 10, wide, "linear_wide"))
-            some = (tall, *tunings) if high == 1 else tunings
+            some = (long, tall, *tunings) if high == 1 else tunings
             found.append(_route(op, low, high, "twobit", "sm90a", SHARED_90 >> 10, some))
             found.append(_route(op, low, high, "twobit-stream", "sm80", SHARED_80 >> 10, (copies,)))
     return tuple(found)

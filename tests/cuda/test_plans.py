@@ -63,6 +63,10 @@ def test_a_rotated_models_step_has_few_launches() -> None:
         assert keys.count("rotated") == keys.count("fused_linear") == rotated
         assert keys.count("rotated_linear") == 4 * 64 + 1 - rotated
         assert keys.count("linear") == (0 if rows == 1 else 48)
+        if rows == 1:
+            products = [n for n in graph.nodes if n.op.key == "rotated_linear"]
+            first = [registry.candidates(n.op, tuple(a.type for a in n.args), env, info)[0] for n in products]
+            assert sum("early" in c.tuning for c in first) == 64 + 1  # gate and up, and the head: blocks that read long
 
 
 @pytest.mark.parametrize(
