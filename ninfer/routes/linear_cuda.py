@@ -855,6 +855,10 @@ def routes(units: int) -> tuple[Route[Any], ...]:
         {"warps": 17, "stages": 3, "blocks": units, "resident": 1, **part, "split": 4, "groups": 5},
         {"warps": 8, "stages": 4, "blocks": 2 * units, "limit": 112, "resident": 2, **part, "split": 3, "groups": 2},
     )
+    # of rows so many that no block has room for all of their columns
+    parts_of_many: Tuning = {
+        "warps": 8, "stages": 4, "blocks": 4 * units, "bulk": 1, "split": 8, "late": 0, "resident": 1
+    }  # fmt: skip
     # two tiles at a time; codes copied as they lie; or both
     pairs: tuple[Tuning, ...] = (
         {"warps": 10, "stages": 4, "bulk": 1, "resident": 2, "apart": 1, "tall": 2, **whole},
@@ -878,6 +882,8 @@ def routes(units: int) -> tuple[Route[Any], ...]:
             if op is FusedLinear and 2 <= high <= 8:
                 tunings += cuts
                 tunings += pairs
+            if op is FusedLinear and high == 16:
+                tunings += (parts_of_many,)
             found.append(_stream_route(op, low, high, "bulk", "sm90a", 227, tunings))
         for low, high in WIDTHS:
             tunings = _tunings(high, copies, copies[2:])

@@ -23,7 +23,7 @@ CUT: Tuning = {"warps": 3, "stages": 2, "bulk": 0, "split": 8, "apart": 1, "late
 
 
 def cases() -> Iterator[Case]:
-    for name, rows in (("q5_g64", 1), ("iq3_s", 2), ("q4_g64", 4), ("q5_g64", 8), ("q4_k", 3)):
+    for name, rows in (("q5_g64", 1), ("iq3_s", 2), ("q4_g64", 4), ("q5_g64", 8), ("q4_k", 3), ("q5_g64", 16)):
         fmt = by_name(name)
         (_, x), (rt, r), (nt, n) = cw.rows(T, rows, K, seed=rows), cw.rows(T, rows, N, seed=6), cw.vector(N, seed=7)
         big, other = cw.matrix(fmt, N, K, seed=3), cw.matrix(fmt, N, K, seed=4)
@@ -50,6 +50,11 @@ def trials() -> Iterator[Trial]:
             next(r for r in REGISTRY.routes if r.name == f"fused_linear.{kind}.{high}") for kind in ("stream", "bulk")
         )
         units = 3 if case.name.startswith("weigh") else 6
+        if rows > 8:  # more than an accumulator has columns, so that parts of K are not kept apart
+            for blocks in (3 * units + 1, 2 * units):
+                tuning = {**CUT, "blocks": blocks, "bulk": 1, "apart": 0}
+                yield Trial(case, Candidate(bulk, tuning), evolve(case.env, rows=high))
+            continue
         # all units cut, in parts that do not divide the warps' chunks, with blocks to spare; and some cut, others whole
         for blocks in (3 * units + 1, 2 * units, units - 1):
             for more in ({}, {"apart": 0, "early": 1}) if blocks == 2 * units else ({"early": 1},):
