@@ -92,13 +92,12 @@ def test_greedy_ids_are_those_of_the_processor(device: str, chunk: int) -> None:
     assert np.nanmean(moved) < 0.2
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "ninfer.cli.serve", str(TINY_GGUF), "--device", "cuda", "--deterministic"]
-    command += ["--port", str(port)]
+    command = [sys.executable, "-m", "ninfer.cli.serve", str(TINY_GGUF), *flags, "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
@@ -111,6 +110,12 @@ def server() -> Iterator[str]:
     yield url
     process.terminate()
     assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with serving("--device", "cuda", "--deterministic") as url:
+        yield url
 
 
 def ask(url: str, text: str) -> str:
@@ -153,3 +158,18 @@ def test_drafts_leave_the_text_as_it_is(drafter: str) -> None:
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     assert text("--spec", drafter, "--draft-tokens", "3") == text()
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+)
+def test_a_long_prompt_has_one_answer(device: str) -> None:
+    """Chunks take a library's products, which must run on the stream of the kernels around them: whoever the server's
+    thread is, and whatever number it has from a thread that has ended."""
+    body = {"prompt": "Of all the words, these. " * 120, "temperature": 0, "max_tokens": 16, "cache_prompt": False}
+    with serving("--device", device) as url:
+        replies = [httpx.post(f"{url}/v1/completions", json=body, timeout=120) for _ in range(3)]
+        assert [r.status_code for r in replies] == [200] * 3, replies[-1].text
+        answers = [r.json() for r in replies]
+    assert answers[0]["usage"]["prompt_tokens"] > 512
+    assert len({a["choices"][0]["text"] for a in answers}) == 1
